@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron.errors import raise_if_any, whole_numbers
+from lightning_megatron.errors import ConfigError, raise_if_any, whole_numbers
 
 LearningRateRule = Literal["sqrt", "linear", "none"]
 _POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
@@ -213,18 +213,30 @@ class BatchSizes:
         """Within the block, learning rates are those of a step of this size.
 
         Schedulers see what they have set, before and after.
+
+        Raises:
+            ConfigError: somebody has set a rate within the block, which would lack the factor.
         """
+        if not self._power:
+            yield
+            return
         factor = self.factor(size)
         kept = [group["lr"] for group in groups]
-        if factor != 1.0:
-            for group, rate in zip(groups, kept, strict=True):
-                group["lr"] = rate * factor
+        scaled = [rate * factor for rate in kept]
+        for group, rate in zip(groups, scaled, strict=True):
+            group["lr"] = rate
         try:
             yield
+            changed = [g["lr"] for g, rate in zip(groups, scaled, strict=True) if g["lr"] != rate]
         finally:
-            if factor != 1.0:
-                for group, rate in zip(groups, kept, strict=True):
-                    group["lr"] = rate
+            for group, rate in zip(groups, kept, strict=True):
+                group["lr"] = rate
+        if changed:
+            raise ConfigError(
+                f"BatchSchedule(lr=...): a learning rate was set to {float(changed[0])} amid an "
+                "optimizer step, and would not follow the size of the batch; nearest valid: a "
+                "learning rate scheduler, or set it in on_train_batch_start"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What was decided so far."""

@@ -19,6 +19,8 @@ A pair costs a copy of this rank's gradients for one step and two norms.
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,6 +28,7 @@ from typing_extensions import override
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.monitoring.flops import count_both
 from lightning_megatron.services import services_of
+from lightning_megatron.topology.mesh import Topology
 
 _NEEDS = "it needs the gradients"
 
@@ -57,8 +60,8 @@ class GradientNoiseScale(pl.Callback):
         raise_if_any(problems)
         self._every = every
         self._keep = 1.0 - 1.0 / window
-        self._first: tuple[list[Tensor], float, int] | None = None
-        self._samples = self._steps = 0
+        self._first: tuple[list[Tensor], float, float] | None = None
+        self._samples = 0
         self._weight = self._signal = self._noise = 0.0
 
     @property
@@ -74,7 +77,6 @@ class GradientNoiseScale(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first = None
         self._samples = 0
-        self._steps = 0
 
     @override
     def on_train_batch_start(
@@ -87,12 +89,15 @@ class GradientNoiseScale(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        gradients = services_of(trainer, self, _NEEDS).gradients
-        samples, first = self._samples, self._first
-        self._samples = 0
+        services = services_of(trainer, self, _NEEDS)
+        gradients, first = services.gradients, self._first
+        own_samples, self._samples = self._samples, 0
         self._first = None
-        self._steps += 1
-        if self._steps % self._every == 0:
+        begins = (trainer.global_step + 1) % self._every == 0  # alike in a run that is resumed
+        if not begins and first is None:
+            return
+        samples = _mean(own_samples, services.topology)
+        if begins:
             own = [gradient.detach().clone() for gradient in gradients.counted()]
             self._first = own, float(gradients.norm()) ** 2, samples
         elif first is not None and first[2] == samples:  # not where the batch size changed
@@ -104,7 +109,7 @@ class GradientNoiseScale(pl.Callback):
             self._add(small, large, samples)
             pl_module.log_dict(self._values(), batch_size=1)
 
-    def _add(self, small: float, large: float, samples: int) -> None:
+    def _add(self, small: float, large: float, samples: float) -> None:
         signal, noise = 2 * large - small, 2 * samples * (small - large)
         if not abs(signal) + abs(noise) < float("inf"):
             return  # an overflow, which the optimizer does not use either
@@ -127,3 +132,12 @@ class GradientNoiseScale(pl.Callback):
         self._weight = float(state_dict["weight"])
         self._signal = float(state_dict["signal"])
         self._noise = float(state_dict["noise"])
+
+
+def _mean(samples: int, topology: Topology) -> float:
+    """Mean of what ranks take for the size of the global batch: of a last one they differ."""
+    if topology.batch.group is None:
+        return samples
+    total = torch.tensor(samples, dtype=torch.int64, device=topology.device)
+    dist.all_reduce(total, group=topology.batch.group)
+    return int(total) / topology.batch.size

@@ -1,8 +1,10 @@
 """The noise scale of gradients is found, and is the same under every layout."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,40 @@ def test_finds_signal_and_noise_of_known_gradients() -> None:
     resumed = GradientNoiseScale()
     resumed.load_state_dict(scale.state_dict())
     assert resumed.noise_scale == scale.noise_scale
+
+
+def uneven() -> dict[str, float]:
+    scale = GradientNoiseScale(every=3)
+    make_trainer({}, 2, callbacks=[scale]).fit(Everything(), loader(samples(31), dp=2))
+    return scale.state_dict()
+
+
+def test_a_last_batch_that_ranks_share_unevenly(pool: WorkerPool) -> None:
+    # The second step of the pair has 7 samples, 4 and 3 of them on the ranks.
+    for state in pool.run(2, uneven):
+        assert state["weight"] == 0
+
+
+class SavesAfter(pl.Callback):
+    """Saves in the midst of the epoch."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_takes_the_same_pairs(tmp_path: Path) -> None:
+    def run(**resume: Any) -> dict[str, float]:
+        scale = GradientNoiseScale(every=4)
+        callbacks = [scale, SavesAfter(7, tmp_path / "saved")]
+        make_trainer({}, callbacks=callbacks).fit(Everything(), loader(samples(120)), **resume)
+        return scale.state_dict()
+
+    whole = run()
+    assert run(ckpt_path=tmp_path / "saved") == whole
 
 
 def test_overflow_is_left_out_and_options_are_checked() -> None:

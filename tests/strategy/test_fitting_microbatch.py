@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -178,6 +179,13 @@ def test_refusals(options: dict[str, Any], text: str) -> None:
 def test_accumulation_is_the_strategys() -> None:
     trainer = make_trainer({"global_batch_size": 8}, 2, accumulate_grad_batches=4)
     with pytest.raises(ConfigError, match="accumulate_grad_batches=4: the size is that of an opt"):
+        trainer.fit(Small(), DataLoader(samples(), batch_size=4))
+
+
+def test_gradients_that_a_callback_accumulates_later() -> None:
+    later = GradientAccumulationScheduler({1: 2})
+    trainer = make_trainer({"microbatch_size": "auto"}, 2, callbacks=[later])
+    with pytest.raises(ConfigError, match="'auto', GradientAccumulationScheduler: earlier batches"):
         trainer.fit(Small(), DataLoader(samples(), batch_size=4))
 
 

@@ -17,6 +17,7 @@ plan fall short of the best one; each further plan comes closer, as parts with e
 change. The new parts hold from the first batch that no rank has drawn yet.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -291,12 +292,17 @@ class BatchShares:
                 "and the samples of exactly one can be divided; nearest valid: one DataLoader with "
                 "a map-style dataset, or no batch_shares"
             )
-        self._log = WeighedLog(run.module, run.trainer, run.topology, self._batches.portions)
+        self._log = WeighedLog(run.module, run.trainer, run.topology, self._coming)
         self._unlog = self._log.install()
         self._restored = None
         run.topology.auxiliary_seeds.uneven = True
         if isinstance(self._option, MeasuredShares) and run.topology.batch.size > 1:
             self._planner = SpeedPlanner(self._option.every, run.clock, run.votes, run.topology)
+
+    def _coming(self) -> deque[Portion]:
+        """Parts of batches that have not begun, of the present loader."""
+        assert self._batches is not None
+        return self._batches.portions
 
     def stop(self) -> None:
         """End training."""

@@ -48,6 +48,7 @@ from lightning_megatron._lightning import (
 from lightning_megatron.data.batch_sizes import BatchSizes
 from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.data.sampler import ResumableSampler
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.strategy.data.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.strategy.data.loader_states import LoaderStates
@@ -84,7 +85,10 @@ class _Reading:
     def batches_after(self, consumed: int) -> int:
         """Number of batches in the rest of an epoch."""
         left, size = self.share.items - consumed, self.share.per_batch
-        return left // size if self.share.loader.drop_last else -(-left // size)
+        loader: Any = self.share.loader
+        # Of a loader that was given `batch_sampler=`, its own option says nothing.
+        drops = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+        return left // size if drops else -(-left // size)
 
     def consumed(self, epoch: int, batches: int, *, cycles: bool) -> int:
         """Items that the ranks have used when so many batches of the epoch are done.
@@ -332,15 +336,24 @@ class DataPosition:
     def _seek(self, reading: _Reading, position: Mapping[str, Any], epoch: int) -> None:
         order, share = reading.share.order, reading.share
         items = share.items * share.sets
+        budget = isinstance(order, TokenBudget)
+        alike = budget == _is_of_budget(position["order"])
+        if position["consumed"] and not alike:
+            raise ConfigError(
+                "TokenBudget: the checkpoint was saved amid an epoch "
+                f"{'without' if budget else 'with'} it, whose position counts "
+                f"{'samples and not batches' if budget else 'batches and not samples'}; nearest "
+                "valid: the loader as before, or load the weights alone"
+            )
         if items != position["items"]:
             rank_zero_warn(
                 f"The checkpoint was saved {position['consumed']} of {position['items']} samples "
                 f"into an epoch, which now has {items}: those that were read cannot be told from "
                 "the others; the same dataset continues exactly"
             )
-        if isinstance(order, DrawnOrder):
+        if isinstance(order, DrawnOrder) and alike:
             order.load_state_dict(position["order"])
-        elif isinstance(order, TokenBudget) and position["order"] is not None:
+        elif isinstance(order, TokenBudget) and alike:
             order.check(position["order"])
         consumed = min(position["consumed"], items) // share.sets
         if reading.schedule is not None:
@@ -475,6 +488,11 @@ def _order_state(order: ResumableSampler | TokenBudget | DrawnOrder, epoch: int)
     if isinstance(order, DrawnOrder):
         return order.state_before(epoch)
     return order.state_dict() if isinstance(order, TokenBudget) else None
+
+
+def _is_of_budget(state: Any) -> bool:
+    """Whether the state of an order is that of a `TokenBudget`."""
+    return isinstance(state, Mapping) and state.keys() == {"digest", "epoch", "consumed"}
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:

@@ -101,7 +101,7 @@ class SeededBatches(BatchSampler):
         self.batches = batches
         self.sampler: Any = sampler
         self.batch_size = loader.batch_size or 1
-        self.drop_last = loader.drop_last
+        self.drop_last = bool(getattr(batches, "drop_last", loader.drop_last))
         self.seed = seed
         self._rank = rank
         self._generator = generator

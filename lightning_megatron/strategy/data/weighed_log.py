@@ -38,7 +38,7 @@ class WeighedLog:
         module: the user's.
         trainer: that trains it.
         topology: who reads what.
-        coming: parts of the batches that have been drawn and not begun.
+        coming: gives the parts of the batches that have been drawn and not begun.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class WeighedLog:
         module: LightningModule,
         trainer: Trainer,
         topology: Topology,
-        coming: deque[Portion],
+        coming: Callable[[], deque[Portion]],
     ) -> None:
         self._module = module
         self._trainer = trainer
@@ -100,7 +100,8 @@ class WeighedLog:
         if progress.ready == progress.completed:
             return None
         if progress.ready != self._began:  # before the strategy's own hook
-            return self._coming[0] if self._coming else None
+            coming = self._coming()
+            return coming[0] if coming else None
         return self._portion
 
     def _mean(self, value: Any, batch: Portion | None, options: dict[str, Any]) -> Tensor:

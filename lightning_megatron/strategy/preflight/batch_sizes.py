@@ -51,8 +51,10 @@ def fitting_problems(
         routers = (part for part in module.modules() if isinstance(part, Router))
         if any(router.config.balance == "batch" for router in routers):
             found["RouterConfig(balance='batch')"] = "routers communicate in every forward"
-    if trainer.accumulate_grad_batches != 1:
-        found[f"accumulate_grad_batches={trainer.accumulate_grad_batches}"] = (
+    every = trainer.accumulate_grad_batches
+    accumulated = "GradientAccumulationScheduler" if _accumulates_later(trainer) else ""
+    if every != 1 or accumulated:
+        found[accumulated or f"accumulate_grad_batches={every}"] = (
             "earlier batches would have to be run again too; use global_batch_size"
         )
     if activations.recompute == "adaptive":
@@ -86,8 +88,7 @@ def batch_size_problems(
     if sizes is None and global_batch_size is not None:
         name, wanted = f"global_batch_size={global_batch_size}", [global_batch_size]
     every = trainer.accumulate_grad_batches
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if every != 1 or any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
+    if every != 1 or _accumulates_later(trainer):
         problems.append(
             f"{name}, accumulate_grad_batches={every}: the size is that of an optimizer step, "
             "which is one batch of the loader, cut into microbatches; nearest valid: "
@@ -108,6 +109,12 @@ def batch_size_problems(
         problem = sizing_problem(source, name)
         problems += [] if problem is None else [problem]
     return problems
+
+
+def _accumulates_later(trainer: Trainer) -> bool:
+    """Whether a callback has gradients accumulated from some epoch on."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
 
 
 def _schedule_problems(

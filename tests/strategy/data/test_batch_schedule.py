@@ -220,6 +220,19 @@ def test_rates_are_the_schedulers_between_steps() -> None:
     assert trainer.callback_metrics["optim/lr_scale"] == 4
 
 
+class Warming(Scheduled):
+    """Sets its learning rate amid the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 0.5
+
+
+def test_rates_that_would_lack_the_factor_are_refused() -> None:
+    trainer = make_trainer({}, callbacks=[BatchSchedule(STEPS, lr="linear")])
+    with pytest.raises(ConfigError, match="set to 0.5 amid an optimizer step"):
+        trainer.fit(Warming(), loader())
+
+
 def test_a_schedule_is_not_read_for_iterable_datasets() -> None:
     trainer = make_trainer({}, callbacks=[BatchSchedule([(0, 4)])])
     with pytest.raises(ConfigError, match="Stream: an iterable dataset is divided by its own"):

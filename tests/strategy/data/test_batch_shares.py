@@ -102,6 +102,24 @@ def test_run_goes_on_under_other_parts(pool: WorkerPool, tmp_path: Path) -> None
         assert_same(merged([held for held, _ in others]), alone)
 
 
+class Rows(pl.Callback):
+    """Compares the part that is told before the strategy's own hook with the batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        assert len(batch[0]) == trainer.strategy.data.shares.portion.rows
+
+
+def reload(layout: Mapping[str, Any]) -> None:
+    trainer = make_trainer(
+        layout, 2, max_epochs=2, reload_dataloaders_every_n_epochs=1, callbacks=[Rows()]
+    )
+    trainer.fit(Small(), DataLoader(samples(8), batch_size=3))
+
+
+def test_parts_are_those_of_the_present_loader(pool: WorkerPool) -> None:
+    pool.run(2, reload, {"batch_shares": [2, 1]})
+
+
 class Stream(IterableDataset[Any]):
     """Divides itself."""
 

@@ -3,13 +3,22 @@
 import os
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_megatron import ConfigError, ShardingConfig
 from lightning_megatron.testing import WorkerPool
@@ -261,3 +270,42 @@ def test_before_a_run_a_rank_knows_its_share(pool: WorkerPool) -> None:
     for rank, found in enumerate(pool.run(2, _before_a_run, 2)):
         whole = {"num_replicas": 1, "rank": 0}
         assert found == [whole, whole, {"num_replicas": 2, "rank": rank}, (2, rank)]
+
+
+class Saves(Reader):
+    """Saves after three batches."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch["short"])
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+class Of(Small):
+    """Trains on one of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["long"], batch_idx)
+
+
+def test_a_short_loader_goes_on_where_batch_sampler_drops_the_last(tmp_path: Path) -> None:
+    def read(**resume: Any) -> list[list[int]]:
+        reader, short = Saves(tmp_path / "saved"), Numbered(10)
+        batches = BatchSampler(SequentialSampler(short), 4, drop_last=True)
+        loaders = {
+            "long": DataLoader(Numbered(24), batch_size=4),
+            "short": DataLoader(short, batch_sampler=batches),
+        }
+        make_trainer({}, callbacks=[reader]).fit(
+            Of(), CombinedLoader(loaders, "max_size_cycle"), **resume
+        )
+        return reader.indices
+
+    whole = read()
+    assert read(ckpt_path=tmp_path / "saved") == whole[3:]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import ConfigError, LanguageModel, LengthGrouped, Pad, TokenBudget
 from lightning_megatron.testing import WorkerPool
-from tests.strategy.small import assert_same, dp_of, make_trainer, merged, weights
+from tests.strategy.small import (
+    Small,
+    assert_same,
+    dp_of,
+    make_trainer,
+    merged,
+    samples,
+    weights,
+)
 
 LENGTHS = [9, 3, 14, 5, 2, 16, 7, 7, 4, 11, 3, 6, 13, 2, 8, 5, 10, 4, 3]
 TOKENS, EPOCHS = 40, 2
@@ -215,3 +224,25 @@ def test_predictions_are_divided_like_batches(pool: WorkerPool) -> None:
     parts = pool.run(2, predict, {"zero": 1}, 2)
     assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == [sorted(one) for one in alone]
     assert sorted(sum(alone, [])) == list(range(len(LENGTHS)))
+
+
+class SavesAtThree(pl.Callback):
+    """Saves in the midst of the epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_position_counts_batches_or_samples(tmp_path: Path, first: bool) -> None:
+    path, data = tmp_path / "saved", samples(32)
+    budget = TokenBudget([3] * 32, tokens_per_batch=12)
+    loaders = [DataLoader(data, batch_sampler=budget), DataLoader(data, batch_size=4)]
+    before, after = loaders if first else loaders[::-1]
+    make_trainer({}, callbacks=[SavesAtThree(path)]).fit(Small(), before)
+    with pytest.raises(ConfigError, match="TokenBudget: the checkpoint was saved amid an epoch"):
+        make_trainer({}).fit(Small(), after, ckpt_path=path)
