@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.strategy.data.batch_shares import MeasuredShares
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.expert_layout import ExpertConfig
 
@@ -35,6 +36,7 @@ def help_of_axis(args: Sequence[str]) -> str | None:
         "cp": ContextConfig,
         "ep": ExpertConfig,
         "zero": ShardingConfig,
+        "batch_shares": MeasuredShares,
     }
     for axis, config in configs.items():
         option = f"{STRATEGY}.{axis}"

@@ -55,7 +55,7 @@ _WORDS = {
 }
 _LINES = 5
 """Most lines that are passed on of a message."""
-_MANY = 12
+_MANY = 20
 """More names than this are not listed."""
 
 

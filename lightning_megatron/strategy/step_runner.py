@@ -252,28 +252,30 @@ class StepRunner:
         if on_trial:
             batch, outputs = self._try(args)
             data.before_backward(last=True)  # which has been, without its reduction
-        else:
-            batch, outputs = self._run_microbatches(args, data)
+        else:  # here and not in a method: what stands above a step is in every traceback of it
+            with self._on_microbatches(args, data) as (batch, arguments):
+                outputs = self.executor.train(*arguments)
         data.finish()
         return self._finish(batch, outputs[: batch.microbatches.counted])
 
-    def _run_microbatches(
+    @contextmanager
+    def _on_microbatches(
         self, args: Sequence[Any], reduction: Reduction
-    ) -> tuple[_Batch, list[Any]]:
-        """Forward and backward of all microbatches of a batch, and what their steps returned."""
+    ) -> Iterator[tuple[_Batch, tuple[Any, ...]]]:
+        """Context in which a batch runs, and what the executor needs for it."""
         batch = self._begin(args[0], on_trial=isinstance(reduction, NoReduction))
+        step = self._step("training_step", args, batch.microbatches, batch.recorder)
         self._in_step = True
         try:
             with batch.recorder.recording(), self._seeds.batch():
-                outputs = self.executor.train(
-                    self._step("training_step", args, batch.microbatches, batch.recorder),
-                    self._loss_of(batch),
-                    len(batch.microbatches),
-                    reduction,
-                )
+                yield batch, (step, self._loss_of(batch), len(batch.microbatches), reduction)
         finally:
             self._in_step = False
-        return batch, outputs
+
+    def _try_once(self, args: Sequence[Any]) -> tuple[_Batch, list[Any]]:
+        """Forward and backward of a batch, without communication, and what its steps returned."""
+        with self._on_microbatches(args, NoReduction()) as (batch, arguments):
+            return batch, self.executor.train(*arguments)
 
     def _begin_fitting(self, args: Sequence[Any]) -> bool:
         """Whether the batch is on trial, which finds out how large microbatches may be."""
@@ -294,7 +296,7 @@ class StepRunner:
         while True:
             ran: tuple[_Batch, list[Any]] | None = None
             try:
-                ran = self._run_microbatches(args, NoReduction())
+                ran = self._try_once(args)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -318,7 +320,7 @@ class StepRunner:
             [first, *_] = split(args[0], MicrobatchRule(size=count), self._own_split).batches
             fitting.size = count
             try:
-                self._run_microbatches((first, *args[1:]), NoReduction())
+                self._try_once((first, *args[1:]))
             finally:
                 self._parallel.gradients.take_out()
                 put_back()

@@ -196,7 +196,7 @@ def test_help_of_the_strategy_explains_nested_options(
     assert len(re.findall(nested, printed)) > 40
     assert re.findall(nested + r"\(type", printed) == []  # each has a text before its type
     [*axes] = re.findall(r"--trainer\.strategy\.(\w+)\.help ", printed)
-    assert axes == ["pp", "cp", "ep", "zero"]
+    assert axes == ["pp", "cp", "ep", "zero", "batch_shares"]
     for axis in axes:
         with pytest.raises(SystemExit) as end:
             main(["fit", f"--trainer.strategy.{axis}.help"])
