@@ -34,7 +34,7 @@ _CACHES = (None, "dynamic", "dynamic_full")
 
 
 class Meeting(Protocol):
-    """What a run knows of a model: a call waits for the other ranks that have parts of it.
+    """Knowledge of a run about a model: a call waits for the other ranks that have parts of it.
 
     Attributes:
         topology: the layout.
@@ -56,7 +56,7 @@ class AdoptedGenerator(nn.Module):
     writes_alike: Topology | None = None
     """Layout whose ranks are to see the same logits now; None outside of `generate`."""
     meet: "Meeting | None" = None
-    """What the run knows of the model; None before one."""
+    """Knowledge of the run about the model; None before one."""
     company: "_Company | None" = None
     """Ranks that run along now."""
 

@@ -61,7 +61,7 @@ def entered(x: Tensor, tp: Axis) -> Tensor:
 
 
 def _known(x: Tensor, tp: Axis) -> Tensor | None:
-    """What `entered` has made of ``x``, which has not changed since."""
+    """Result of `entered` for ``x``, which has not changed since."""
     found = getattr(x, _ENTERED, None)
     if found is None or torch.compiler.is_compiling():
         return found

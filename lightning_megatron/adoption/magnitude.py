@@ -102,7 +102,7 @@ class AdapterMagnitude(ParallelLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What is added to the output of ``base_layer``, split as it is.
+        """Part added to the output of ``base_layer``, split as it is.
 
         Args:
             x: input, after a dropout if there is one.

@@ -12,7 +12,7 @@ from lightning_megatron.errors import lists_of_names, raise_if_any
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptionPlan:
-    """What `adopt` does with a model."""
+    """Plan by which `adopt` changes a model."""
 
     styles: Mapping[str, str] = field(default_factory=dict)
     """Style (`adoption.styles`) of each module that is split, by its name in the model."""

@@ -47,7 +47,7 @@ class Proposal:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a module has its style, or none, by its name."""
     basis: str
-    """What it was found by."""
+    """Sign by which it was found."""
 
 
 def propose(

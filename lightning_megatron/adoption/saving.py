@@ -20,7 +20,7 @@ from lightning_megatron.layers.stored_tensor import StoredTensor
 
 
 class Gathered(Protocol):
-    """What all ranks of a run do together for one model."""
+    """Tasks that all ranks of a run share for one model."""
 
     def __call__(self, what: str, write: Callable[[Mapping[str, Any]], None]) -> None:
         """Gather the whole ``state_dict`` and call ``write`` with it on the first rank.

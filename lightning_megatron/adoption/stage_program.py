@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Program(Protocol):
-    """What the calls of items do."""
+    """Rule for what a call of an item does on this rank."""
 
     def item(self, index: int, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what the call of an item does on this rank, and return what it returns."""
@@ -275,7 +275,7 @@ def slots_of(leaves: Sequence[Any]) -> list[int | None]:
 
 
 class AbsentOutputs:
-    """What items of other stages would return: their outputs on the meta device.
+    """Results that items of other stages would return: their outputs on the meta device.
 
     Attributes:
         items: copies of all items on the meta device, whole.

@@ -51,7 +51,7 @@ class Chunk:
     pieces: tuple[Piece, ...] = ()
     """First index and length of the runs of a divided dimension, if it is divided by segments."""
     piece_dim: int = 0
-    """That dimension."""
+    """Dimension of the pieces."""
     identical: bool = True
     """Whether all ranks with this rectangle have the same bits, so that any of them may write it.
     Where they may differ (batch norm statistics), the lowest rank writes."""

@@ -133,18 +133,18 @@ class MegatronStrategy(LaunchingStrategy):
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch, or ``"auto"`` for as many as every rank has memory
             for (`strategy.fitting_microbatch`).
+        num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
+            4 per pipeline rank under a pipeline.
         global_batch_size: samples of an optimizer step over all data-parallel ranks; the strategy
             gives the training loaders batches of each rank's equal share, whatever their own size.
             By default the loaders' sizes are those of each rank.
-        num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
-            4 per pipeline rank under a pipeline.
+        batch_shares: parts of the global batch that the data-parallel ranks read, in any unit and
+            by rank: ``[2, 1, 1]``. ``"measured"`` has them follow the speed of the ranks;
+            `MeasuredShares` says how often. None: equal parts.
         activations: which are computed again in the backward, or wait in host memory.
         compile: what of the network runs through ``torch.compile``.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
-        batch_shares: parts of the global batch that the data-parallel ranks read, in any unit and
-            by rank: ``[2, 1, 1]``. ``"measured"`` has them follow the speed of the ranks;
-            `MeasuredShares` says how often. None: equal parts.
 
     Raises:
         ConfigError: a group of options is of another type; and when the run starts, on every rank

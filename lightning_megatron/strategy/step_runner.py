@@ -11,6 +11,9 @@ is then the global sum over the global number of tokens, which is the mean that 
 would compute however unevenly the tokens are spread over microbatches and ranks. A loss that is a
 mean over samples is weighed with the samples of the rank where `StepRunner.portion` says how many
 of the global batch these are.
+
+The file is long because a step has one order of events, which is to be read in one place: ordinary,
+interleaved, accumulated, weighed, and on trial for memory.
 """
 
 import warnings

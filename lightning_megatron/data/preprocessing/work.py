@@ -104,7 +104,7 @@ class Worker:
                 empty += len(batch) - documents
                 report(sum(record.cost for record in batch), tokens)
             shard = writer.close()
-        except BaseException:
+        except BaseException:  # raised again; no half shard stays, whatever ended it
             writer.discard()
             raise
         if not shard.documents:
