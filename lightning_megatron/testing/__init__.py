@@ -12,6 +12,9 @@ which has everything imported, and sends them work:
     with WorkerPool(4) as pool:
         results = pool.run(2, job, 3.0)  # [result of rank 0, result of rank 1]
 
+Workers belong to a `WorkerServer`, which forks them and lends them for one run each. A pool begins
+one of its own, unless it is told the address of a server that several processes share.
+
 Every run gets fresh rendezvous variables (`RANK`, `WORLD_SIZE`, `MASTER_PORT`, ...) of the form
 that `torchrun` sets, so `dist.init_process_group("gloo")` and a Lightning Trainer both find them.
 After a run the worker destroys whatever process group is left, restores its environment and seeds
@@ -24,14 +27,15 @@ process id and replaced. The pool stays usable after either. The time of a run c
 moment at which all its ranks have called the function: a worker may still be leaving the process
 group of the run before, or have just been forked.
 
-Fork is safe here because the parent never starts a second OpenMP thread team or CUDA on behalf of
+Fork is safe here because the server never starts a second OpenMP thread team or CUDA on behalf of
 the workers, and each worker calls `torch.set_num_threads(1)` before anything else: a child forked
 from a parent with a live OpenMP team hangs in its first parallel region otherwise. Process groups
-that the parent has (a Trainer leaves its own behind) are forgotten in the worker: their threads do
+that the server has (a Trainer leaves its own behind) are forgotten in the worker: their threads do
 not survive a fork, so neither using nor destroying them would ever end.
 """
 
 from lightning_megatron.testing.failures import Failure, WorkerError
 from lightning_megatron.testing.pool import WorkerPool
+from lightning_megatron.testing.server import WorkerServer
 
-__all__ = ["Failure", "WorkerError", "WorkerPool"]
+__all__ = ["Failure", "WorkerError", "WorkerPool", "WorkerServer"]

@@ -1,47 +1,29 @@
-"""The parent's side of the pool: it forks the workers, orders jobs and collects the answers."""
+"""The pool: it borrows workers from a server, orders jobs and collects the answers."""
 
 import contextlib
-import importlib
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.util
 import os
 import pickle
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
 
-from lightning_megatron._torch import forget_meshes
 from lightning_megatron.launch.rendezvous_store import host_store
 from lightning_megatron.testing.failures import Failure, WorkerError
+from lightning_megatron.testing.server import DONE, Lent, WorkerServer, connect
 from lightning_megatron.testing.worker import (
     LEAVE,
     STARTED,
     Job,
     end_of_output,
     has_written_its_stacks,
-    serve,
-)
-
-_PRELOAD = (
-    # FSDP2 imports _dynamo on first use: seven seconds in each of two workers unless it is here.
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.pipelining",
-    "torchmetrics",
-    "lightning.pytorch",
 )
 
 _GRACE_SECONDS = 3.0
@@ -54,27 +36,56 @@ _STACK_SECONDS = 5.0
 """Seconds in which a stuck worker may write its Python stacks after its timeout."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Worker:
-    """The parent's side of one worker process."""
+    """A borrowed worker."""
 
-    process: BaseProcess
+    lent: Lent
     connection: Connection
-    log: Path
 
 
 @dataclass
 class _Run:
     """The state of one `WorkerPool.run` while it waits for its ranks."""
 
+    server: Connection
     pending: dict[int, _Worker]
+    workers: dict[int, _Worker] = field(init=False)
+    """All workers of the run that have not been ended."""
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     starting: set[int] = field(init=False)
     """The ranks that have not called the function yet."""
 
     def __post_init__(self) -> None:
+        self.workers = dict(self.pending)
         self.starting = set(self.pending)
+
+    def end(self, rank: int) -> int | None:
+        """Have the server end the worker of a rank; returns its exit code."""
+        worker = self.workers.pop(rank, None)
+        if worker is None:
+            return None
+        worker.connection.close()
+        self.server.send((worker.lent.number,))
+        code: int | None = self.server.recv()
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Hand the workers back, and end those that have not answered."""
+        for rank in self.pending:
+            self.end(rank)  # when the wait was interrupted: it still computes
+        for rank, worker in self.workers.items():
+            if rank in self.results:
+                # It has kept its process groups for its peers.
+                with contextlib.suppress(OSError):
+                    worker.connection.send(LEAVE)
+            worker.connection.close()
+        self.server.send(DONE)
+        self.server.close()
 
 
 class WorkerPool:
@@ -83,17 +94,16 @@ class WorkerPool:
     Args:
         size: the largest world that `run` accepts; processes start when they are first needed.
         timeout: seconds that a run may take unless it says otherwise.
+        server: address of the `WorkerServer` that lends the workers; by default the pool begins one
+            of its own, with all that this process has imported by its first run.
     """
 
-    def __init__(self, size: int = 8, timeout: float = 60.0) -> None:
+    def __init__(self, size: int = 8, timeout: float = 60.0, server: str | None = None) -> None:
         self.size = size
         self.timeout = timeout
-        self._workers: dict[int, _Worker] = {}
-        self._directory = tempfile.TemporaryDirectory(prefix="worker-pool-")
-        # Before multiprocessing joins its children at exit, which would wait for ours for ever.
-        self._finalizer = multiprocessing.util.Finalize(self, self._shutdown, exitpriority=100)
-        for name in _PRELOAD:
-            importlib.import_module(name)
+        self.processor_s = 0.0
+        """Processor seconds that jobs have taken on all ranks, but for those that failed."""
+        self._address = server
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -136,37 +146,43 @@ class WorkerPool:
             raise ValueError(f"world_size={world_size} must be within 1 and the pool's {self.size}")
         timeout = self.timeout if timeout is None else timeout
         payload = pickle.dumps((fn, args, kwargs))
-        run = _Run(pending={rank: self._worker(rank) for rank in range(world_size)})
-        # As torchrun's agent does. Were rank 0 to open it, the others would find it closed, wait
-        # for up to a second and try again.
-        store = host_store("127.0.0.1", 0, "127.0.0.1", timeout)
-        try:
-            for rank, worker in run.pending.items():
-                job = Job(
-                    env=_rendezvous(rank, world_size, store.port) | dict(env or {}),
-                    sys_path=list(sys.path),
-                    directory=os.getcwd(),
-                    payload=payload,
-                    timeout=timeout,
-                )
-                worker.connection.send(job)
-            self._wait(run, timeout, grace)
-        finally:
-            # It has a thread, and a process forked now would die of it. An error keeps this frame.
-            del store
-            # Also when the wait is interrupted: a worker that still computes must not be reused.
-            for rank in run.pending:
-                self._kill(rank)
-            for rank in run.results:
-                self._release(rank)
+        with self._borrow(world_size) as run:
+            # As torchrun's agent does. Were rank 0 to open it, the others would find it closed,
+            # wait for up to a second and try again.
+            store = host_store("127.0.0.1", 0, "127.0.0.1", timeout)
+            try:
+                for rank, worker in run.pending.items():
+                    job = Job(
+                        env=_rendezvous(rank, world_size, store.port) | dict(env or {}),
+                        sys_path=list(sys.path),
+                        directory=os.getcwd(),
+                        payload=payload,
+                        timeout=timeout,
+                    )
+                    worker.connection.send(job)
+                self._wait(run, timeout, grace)
+            finally:
+                del store  # an error keeps this frame
         if run.failures:
             error = WorkerError(run.failures)
             raise error from error.failures[0].exception
         return [run.results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End all workers; the pool cannot be used afterwards."""
-        self._finalizer()
+        """End the pool's own server with its workers; the pool cannot be used afterwards."""
+        if "_server" in vars(self):
+            self._server.close()
+
+    @cached_property
+    def _server(self) -> WorkerServer:
+        return WorkerServer(self.size)
+
+    def _borrow(self, count: int) -> _Run:
+        """Wait for workers that are idle."""
+        server = connect(self._address or self._server.address)
+        server.send(count)
+        lent: list[Lent] = server.recv()
+        return _Run(server, {r: _Worker(one, connect(one.address)) for r, one in enumerate(lent)})
 
     def _wait(self, run: _Run, timeout: float, grace: float) -> None:
         """Collect answers until all ranks answered, or the time is up."""
@@ -193,12 +209,9 @@ class WorkerPool:
         try:
             message = worker.connection.recv_bytes()
         except (EOFError, ConnectionError):
-            worker.process.join(1)
-            summary = f"the process ended with exit code {worker.process.exitcode}"
-            answer: Any = Failure(
-                rank=rank, summary=summary, output=end_of_output(worker.log), time=time.monotonic()
-            )
-            self._kill(rank)
+            ended, output = time.monotonic(), end_of_output(worker.lent.log)
+            summary = f"the process ended with exit code {run.end(rank)}"
+            answer: Any = Failure(rank=rank, summary=summary, output=output, time=ended)
         else:
             run.starting.discard(rank)
             if message == STARTED:
@@ -209,14 +222,15 @@ class WorkerPool:
         if isinstance(answer, Failure):
             run.failures.append(answer)
         else:
-            run.results[rank] = answer[0]
+            run.results[rank] = answer.value
+            self.processor_s += answer.processor_s
 
     def _give_up(self, run: _Run, timeout: float) -> None:
         """Record every rank that has not answered, with its stacks, and kill it."""
         secondary = bool(run.failures)
         patience = time.monotonic() + _STACK_SECONDS
         while not secondary and time.monotonic() < patience:
-            if all(has_written_its_stacks(w.log) for w in run.pending.values()):
+            if all(has_written_its_stacks(w.lent.log) for w in run.pending.values()):
                 break
             time.sleep(0.05)
         for rank, worker in list(run.pending.items()):
@@ -226,48 +240,10 @@ class WorkerPool:
                 summary = "was still running"
             else:
                 summary = f"no result after {timeout:g} s"
-            run.failures.append(
-                Failure(rank=rank, summary=summary, output=end_of_output(worker.log))
-            )
-            self._kill(rank)
+            output = end_of_output(worker.lent.log)
+            run.failures.append(Failure(rank=rank, summary=summary, output=output))
+            run.end(rank)
             del run.pending[rank]
-
-    def _worker(self, rank: int) -> _Worker:
-        """Return the live worker of a rank, starting it where needed."""
-        worker = self._workers.get(rank)
-        if worker is None or not worker.process.is_alive():
-            worker = self._workers[rank] = self._start(rank)
-        return worker
-
-    def _start(self, rank: int) -> _Worker:
-        # Groups that this process has destroyed, but caches hold, cannot be freed in the worker.
-        forget_meshes()
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        # A worker must not hold our ends of the pipes, else its peers never see us go.
-        inherited = [ours, *(w.connection for w in self._workers.values())]
-        log = Path(self._directory.name, f"rank{rank}.log")
-        process = context.Process(target=serve, args=(theirs, inherited, log), daemon=False)
-        process.start()
-        theirs.close()
-        return _Worker(process, ours, log)
-
-    def _release(self, rank: int) -> None:
-        """Let a worker leave the process groups of its job, which it kept for its peers."""
-        with contextlib.suppress(OSError):
-            self._workers[rank].connection.send(LEAVE)
-
-    def _kill(self, rank: int) -> None:
-        worker = self._workers.pop(rank, None)
-        if worker is not None:
-            worker.connection.close()
-            worker.process.kill()
-            worker.process.join()
-
-    def _shutdown(self) -> None:
-        for rank in list(self._workers):
-            self._kill(rank)
-        self._directory.cleanup()
 
 
 def _rendezvous(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The worker's side of the pool: jobs come in through a pipe, answers go back.
+"""The worker's side of the pool: jobs come in through a socket, answers go back.
 
 Between two jobs a worker destroys whatever process group is left, restores its environment and
 seeds the random generators anew. Its output goes to a file, which starts empty with every job.
@@ -11,6 +11,8 @@ import logging
 import os
 import pickle
 import random
+import signal
+import socket
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ import warnings
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,9 +74,11 @@ def has_written_its_stacks(log: Path) -> bool:
     return f" in {serve.__name__}\n" in stack or "\n  ...\n" in stack
 
 
-def serve(connection: Connection, inherited: list[Connection], log: Path) -> None:
-    """Run jobs until the parent hangs up: the main function of a worker."""
+def serve(listening: socket.socket, inherited: list[socket.socket | Connection], log: Path) -> None:
+    """Run the jobs of one pool after another: the main function of a worker."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)  # of what the parent trained; workers begun later have it not
     _until_exit = abandon_process_groups()
@@ -84,20 +88,36 @@ def serve(connection: Connection, inherited: list[Connection], log: Path) -> Non
         other.close()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     _redirect_output(log)
-    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
-            job: Job | str = connection.recv()
-            if not isinstance(job, Job):
-                continue  # LEAVE, which it has waited for
-            os.truncate(log, 0)
-            answer = _perform(job, log, connection)
-            connection.send_bytes(answer.text)
-            # A failure ends its peers: afterwards, as theirs is not to arrive first. A result does
-            # so later, as they may still be connecting to this rank.
-            if not answer.failed:
-                connection.poll(_STAY_SECONDS)
-            _leave_process_group()
+            connected, _ = listening.accept()
+            with (
+                contextlib.suppress(EOFError, ConnectionError),
+                Connection(connected.detach()) as connection,
+            ):
+                while True:
+                    _serve_one(connection, log)
     os._exit(0)
+
+
+def _serve_one(connection: Connection, log: Path) -> None:
+    """Run the next job of a pool; raises `EOFError` when the pool has hung up."""
+    job: Job | str = connection.recv()
+    if not isinstance(job, Job):
+        return  # LEAVE, which it has waited for
+    os.truncate(log, 0)
+    known = len(sys.modules)
+    try:
+        answer = _perform(job, log, connection)
+        connection.send_bytes(answer.text)
+        # A failure ends its peers: afterwards, as theirs is not to arrive first. A result does so
+        # later, as they may still be connecting to this rank.
+        if not answer.failed:
+            connection.poll(_STAY_SECONDS)
+    finally:
+        _leave_process_group()
+    if len(sys.modules) > known:
+        gc.freeze()  # what this job has imported stays, too
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -122,18 +142,26 @@ def _redirect_output(log: Path) -> None:
                 handler.stream = sys.stderr
 
 
+class Result(NamedTuple):
+    """What a job returned."""
+
+    value: Any
+    processor_s: float
+    """Processor seconds that it took on this rank."""
+
+
 class _Answer(NamedTuple):
     """Answer of a job."""
 
     text: bytes
-    """Pickled 1-tuple with the result, or pickled `Failure`."""
+    """Pickled `Result` or `Failure`."""
     failed: bool
 
 
 def _perform(job: Job, log: Path, connection: Connection) -> _Answer:
     """Run one job and return its answer."""
     rank = int(job.env["RANK"])
-    before = dict(os.environ)
+    begun, before = time.process_time(), dict(os.environ)
     os.environ.update(job.env)
     os.chdir(job.directory)
     sys.path[:] = job.sys_path
@@ -145,7 +173,9 @@ def _perform(job: Job, log: Path, connection: Connection) -> _Answer:
         faulthandler.dump_traceback_later(job.timeout, file=2)
         connection.send_bytes(STARTED)
         with warnings.catch_warnings():
-            answer = _Answer(pickle.dumps((fn(*args, **kwargs),)), failed=False)
+            value = fn(*args, **kwargs)
+            result = Result(value, time.process_time() - begun)
+            answer = _Answer(pickle.dumps(result), failed=False)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the job too
         answer = _Answer(_pickled_failure(rank, error, log), failed=True)
     finally:
