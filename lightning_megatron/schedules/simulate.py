@@ -24,7 +24,7 @@ refused with the actions named at which every rank stands.
 >>> from lightning_megatron.schedules.schedule import make_schedule
 >>> timeline = simulate(make_schedule("1f1b", num_ranks=2, num_microbatches=3))
 >>> print(render(timeline))
-rank 0  F0 F1 ...B0--- F2 B1--- ...B2---
+rank 0  F0 F1 ......B0--- F2 B1--- ...B2---
 rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......
 >>> timeline.step_time, timeline.bubble_fraction, timeline.peak_live
 (12.0, 0.25, (2, 1))
