@@ -182,6 +182,9 @@ class WorkerPool:
         server = connect(self._address or self._server.address)
         server.send(count)
         lent: list[Lent] = server.recv()
+        if not lent:
+            server.close()
+            raise ValueError(f"world_size={count} is more than the server has workers")
         return _Run(server, {r: _Worker(one, connect(one.address)) for r, one in enumerate(lent)})
 
     def _wait(self, run: _Run, timeout: float, grace: float) -> None:

@@ -162,6 +162,9 @@ class _Server:
             with contextlib.suppress(ConnectionError):
                 client.send(code)
         elif isinstance(message, int):
+            if message > self._size:
+                client.send([])
+                return
             self._leases[client].size = message
             self._waiting.append(client)
 

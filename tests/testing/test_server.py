@@ -125,6 +125,11 @@ def test_a_pool_does_not_end_a_server_that_is_not_its_own(server: WorkerServer) 
     assert pool_of(server).run(1, summed)[0][0] == 1.0
 
 
+def test_more_workers_than_there_are_is_refused(server: WorkerServer) -> None:
+    with pytest.raises(ValueError, match="world_size=5 is more than the server has"):
+        WorkerPool(size=8, server=server.address).run(5, summed)
+
+
 def test_only_this_user_reaches_the_sockets(server: WorkerServer) -> None:
     assert Path(server.address).parent.stat().st_mode & 0o077 == 0
     connect(server.address).close()
