@@ -76,8 +76,8 @@ _START = 5
 """Imports and the collection of several files may take that many times as long as one test."""
 _MEMORY = 8 * 2**30
 """Bytes of data that one process may have, lest a loop without an end takes the machine's."""
-_SUBREAPER = 36
-"""``PR_SET_CHILD_SUBREAPER`` of ``prctl``."""
+_DEATH_SIGNAL, _SUBREAPER = 1, 36
+"""``PR_SET_PDEATHSIG`` and ``PR_SET_CHILD_SUBREAPER`` of ``prctl``."""
 
 _FLIPPED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
@@ -746,6 +746,9 @@ class Lane:
 
     def _enter(self) -> None:
         os.setsid()
+        _control(_DEATH_SIGNAL, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs detached ignores both
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):
@@ -766,6 +769,10 @@ class Lane:
             if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks"):
                 del sys.modules[name]
         importlib.invalidate_caches()
+
+
+def _control(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _end_all_below() -> None:
@@ -939,7 +946,8 @@ class Series:
         """Try one mutation in this forked process, and end it."""
         code = 1
         try:
-            ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+            _control(_DEATH_SIGNAL, signal.SIGKILL)
+            _control(_SUBREAPER, 1)
             controls: dict[str, bool] = dict(self.data["controls"])
             file = root / mutation.path
             source = apply(file.read_text(), mutation) if file.exists() else None
@@ -1035,10 +1043,13 @@ def options() -> argparse.Namespace:
 
 def series_of(given: argparse.Namespace, root: Path) -> Series:
     """The series that the command line asks for."""
-    if given.resume:
-        return Series(given.resume, json.loads(given.resume.read_text()))
     commit = commit_of(root)
-    data: dict[str, Any] = {"commit": commit, "budget": given.budget, "hang": given.hang}
+    if given.resume:
+        data = json.loads(given.resume.read_text())
+        if data["commit"] != commit:
+            raise SystemExit(f"the series was begun at {data['commit']}, and {root} is at {commit}")
+        return Series(given.resume, data)
+    data = {"commit": commit, "budget": given.budget, "hang": given.hang}
     if given.again:
         earlier = json.loads(given.again.read_text())
         data["again"] = earlier["commit"]
