@@ -405,6 +405,8 @@ class Step:
     """Share of what is left of the budget."""
     only: str = ""
     """Name of a function, or the id of a test, that alone runs."""
+    first: str = ""
+    """Id of the test that begins."""
 
 
 class Suite:
@@ -500,12 +502,13 @@ class Suite:
         path = test.partition("::")[0]
         name = test.partition("[")[0].rpartition("::")[2]
         if path.startswith(PACKAGE):
-            return [Step((path,))] if path in self._trees else []
+            return [Step((path,), 0.5)] if path in self._trees else []
         files = [p for p in self.uses if any(_defines(self._trees[p], name))]
-        files.sort(key=lambda p: p != path)
+        if path in files:
+            return [Step((path,), 0.5, only=name, first=test)]
         if files:
-            return [Step(tuple(files), only=name)]
-        return [Step((path,))] if path in self._trees else []
+            return [Step(tuple(files), 0.5, only=name)]
+        return [Step((path,), 0.5)] if path in self._trees else []
 
 
 def _defines(tree: ast.Module, name: str) -> Iterator[bool]:
@@ -557,8 +560,9 @@ class _Recorder:
             if item.nodeid in self._skip or (alone and alone not in (item.nodeid, function)):
                 continue
             seen[path, function] += 1
-            chosen.append((order.get(path, -1), seen[path, function], item))
-        kept = sorted(chosen, key=lambda one: one[:2])  # of every function one case first
+            place = (item.nodeid != self._step.first, order.get(path, -1), seen[path, function])
+            chosen.append((place, item))
+        kept = sorted(chosen, key=lambda one: one[0])  # of every function one case first
         dropped = {id(item) for item in items} - {id(item) for *_, item in kept}
         config.hook.pytest_deselected(items=[item for item in items if id(item) in dropped])
         items[:] = [item for *_, item in kept]
@@ -812,7 +816,8 @@ class Trial:
             spent += used
             left -= used
             if outcome is not None:
-                result = {"outcome": outcome.kind, "by": outcome.failed, "how": outcome.how}
+                result = {"outcome": outcome.kind, "by": outcome.failed}
+                result["how"] = outcome.how.replace(f"{self.lane.tree}/", "")
                 break
         self.lane.put(self.mutation.path)
         result |= {"ran": self.ran, "distrusted": self.distrusted}
