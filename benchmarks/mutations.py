@@ -6,7 +6,8 @@ draws them; the kinds take turns, and within a kind every place of the package i
 One after the other is put into a copy of the checkout, and tests run until one fails. Which tests,
 and in what order:
 
-1. the tests of the mutated file: its doctests, those named after it, those that import it;
+1. the tests of the mutated file: its doctests, those named after it, those that import it, and the
+   same of the files that import it; those whose names have a word of its name;
 2. the other tests of its folder;
 3. those that train whole models (`CORE`).
 
@@ -70,6 +71,10 @@ _SHARES = (0.45, 0.5, 1.0)
 """Share of what is left of the budget, by step of the choice of tests."""
 _MOST_FILES = 10
 """Most test files of a step."""
+_FEW, _FAR = 4, 6
+"""Files that import a mutated one, up to which theirs count as well; a distance beyond all."""
+_NEVER = ("tests/gpu/", "tests/machines/", "tests/launched/", "tests/docs/")
+"""Tests that cost too much for what they find of one defect."""
 _TREE = {".git", ".venv", ".whl", "build", "dist", "runs", "shared", "__pycache__"}
 _NO_LIMIT = 1e9
 _START = 5
@@ -470,31 +475,51 @@ class Suite:
                     ahead.append(other)
         return seen
 
+    def _near(self, mutated: str) -> dict[str, int]:
+        """The file, those of the package that import it, and theirs if these are few: how far."""
+        found = {mutated: 0}
+        for distance in (1, 2):
+            if len(found) <= _FEW:
+                found |= {
+                    path: distance
+                    for path in self._trees
+                    if path.startswith(PACKAGE)
+                    and path not in found
+                    and self._imports[path] & found.keys()
+                }
+        return found
+
     def steps(self, mutated: str) -> list[Step]:
         """The choice for a mutated file."""
-        tests = Path("tests", *Path(mutated).parts[1:-1]).as_posix()
-        named = "test_" + Path(mutated).stem
-        words = _words(mutated)
+        folder = Path("tests", *Path(mutated).parts[1:-1]).as_posix()
+        around = "/".join(folder.split("/")[:2])
+        near, words = self._near(mutated), _words(mutated)
+        subject = _words(Path(mutated).stem)
 
-        def rank(path: str) -> tuple[Any, ...]:
-            near = path.startswith(f"{tests}/")
-            by_name = Path(path).stem == named
-            mirrors = by_name or (near and Path(path).stem.startswith(named))
-            imports = mutated in self.uses[path]
-            alike = len(words & _words(path))
-            return (not (mirrors and near), not by_name, not imports, -alike, len(self.uses[path]))
+        def distance(path: str) -> int:
+            """Twice how far the file is that the test is named after, one more if it imports it."""
+            if Path(path).stem.startswith(f"test_{Path(mutated).stem}") and path.startswith(folder):
+                return 0
+            top = path.split("/")[1]
+            named = [
+                2 * far
+                for one, far in near.items()
+                if Path(path).stem == f"test_{Path(one).stem}"
+                and top in ("parity", one.split("/")[1])
+            ]
+            uses = [2 * near[used] + 1 for used in self.uses[path] & near.keys()]
+            return min([*named, *uses, _FAR - bool(subject & _words(path))])
 
-        ranked = sorted(self.uses, key=lambda path: (*rank(path), path))
-        skipped = ("tests/gpu/", "tests/machines/", "tests/launched/", "tests/docs/")
-        ranked = [path for path in ranked if not path.startswith(skipped)]
-        own = [p for p in ranked if False in rank(p)[:3]][:_MOST_FILES]
+        tests = [path for path in self.uses if not path.startswith(_NEVER)]
+        far = {path: distance(path) for path in tests}
+        tests.sort(key=lambda p: (far[p], -len(words & _words(p)), len(self.uses[p]), p))
+        own = [path for path in tests if far[path] < _FAR][:_MOST_FILES]
+        others = [path for path in tests if path not in own and path.startswith(f"{around}/")]
+        others.sort(key=lambda path: not path.startswith(f"{folder}/"))
+        others = others[:_MOST_FILES]
+        core = [path for path in CORE if path in self._trees and path not in own + others]
         doctests = [mutated] if ">>> " in (self._root / mutated).read_text() else []
-        folder = tests if (self._root / tests).is_dir() else "tests"
-        top = "/".join(tests.split("/")[:2])
-        near = [p for p in ranked if p not in own and p.startswith((f"{folder}/", f"{top}/"))]
-        near.sort(key=lambda path: not path.startswith(f"{folder}/"))
-        core = [path for path in CORE if path in self._trees and path not in own + near]
-        found = [doctests + own, near[:_MOST_FILES], core]
+        found = [doctests + own, others, core]
         return [Step(tuple(f), s) for f, s in zip(found, _SHARES, strict=True) if f]
 
     def killer(self, test: str) -> list[Step]:
