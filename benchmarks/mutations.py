@@ -231,7 +231,7 @@ def _removal(statement: ast.stmt, bound: collections.Counter[str]) -> str | None
         name = _name_of(statement.value).rpartition(".")[2]
         return "wait" if _WAITS.search(name) else "removed"
     if isinstance(statement, ast.Assign):
-        names = [n.id for t in statement.targets for n in ast.walk(t) if _is_stored(n)]
+        names = [name for target in statement.targets for name in _stored(target)]
         return "removed" if all(bound[name] > 1 for name in names) else None
     if isinstance(statement, ast.Return):
         return "removed" if statement.value is None else None
@@ -239,8 +239,10 @@ def _removal(statement: ast.stmt, bound: collections.Counter[str]) -> str | None
     return "removed" if isinstance(statement, kinds) else None
 
 
-def _is_stored(node: ast.AST) -> Any:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _stored(node: ast.AST) -> list[str]:
+    """Names that it binds."""
+    names = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
+    return [one.id for one in names if isinstance(one.ctx, ast.Store)]
 
 
 def _bound(tree: ast.Module) -> dict[str, collections.Counter[str]]:
@@ -252,7 +254,7 @@ def _bound(tree: ast.Module) -> dict[str, collections.Counter[str]]:
             found[inner].update(a.arg for a in ast.walk(statement.args) if isinstance(a, ast.arg))
         parts = [statement] if not isinstance(statement, _HEADS) else list(_expressions(statement))
         if not hasattr(statement, "body") or isinstance(statement, _HEADS):
-            names = {n.id for part in parts for n in ast.walk(part) if _is_stored(n)}
+            names = {name for part in parts for name in _stored(part)}
             found[function].update(names)
     return found
 
@@ -623,7 +625,7 @@ def _path(test: str) -> str:
 
 
 def _function(item: Any) -> str:
-    return getattr(item, "originalname", None) or item.name
+    return str(getattr(item, "originalname", None) or item.name)
 
 
 def _short(report: Any) -> str:
@@ -936,7 +938,8 @@ class Series:
         """Try all that have no result yet, ``jobs`` of them at a time."""
         suite = Suite(root)
         suite.uses  # noqa: B018  # computed once, before the first fork
-        ahead, running, free = list(self.mutations()), {}, list(range(jobs))
+        ahead, free = list(self.mutations()), list(range(jobs))
+        running: dict[int, tuple[int, int, Path]] = {}
         with tempfile.TemporaryDirectory(prefix="mutations-") as name:
             lanes = [self._lane(Path(name, str(job)), root, hang) for job in free]
             while ahead or running:
