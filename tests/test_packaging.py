@@ -8,6 +8,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.test_layering import FILES, PACKAGE
 
@@ -59,6 +60,33 @@ def test_everything_else_is_in_the_sdist() -> None:
     ]
     assert left_out == ["recipes"]  # a link into the package, which is grafted
     assert all((ROOT / name).exists() for name in {*included, *grafted})
+
+
+def pins(lock: Path) -> dict[str, set[str]]:
+    """Versions of each package in a lock; several where Pythons have different ones."""
+    found: dict[str, set[str]] = {}
+    for line in lock.read_text().splitlines():
+        if not line.startswith(("#", " ")):
+            name, version = re.fullmatch(r"([a-z0-9.-]+)==([\w.]+)( ; .*)?", line).groups()[:2]
+            found.setdefault(name, set()).add(version)
+    return found
+
+
+def test_every_admitted_torch_has_a_lock_of_all_that_is_declared() -> None:
+    (torch,) = (Requirement(r) for r in PROJECT["project"]["dependencies"] if "torch>" in r)
+    minors = {f"2.{minor}" for minor in range(50) if f"2.{minor}.9" in torch.specifier}
+    locks = {file.stem.removeprefix("torch-"): pins(file) for file in ROOT.glob("locks/*")}
+    assert {name for name in locks if name.count(".") == 1} == minors
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = [Requirement(r) for r in PROJECT["project"]["dependencies"]]
+    declared += [Requirement(r) for name in extras if name != "gpu" for r in extras[name]]
+    for minor, versions in locks.items():
+        assert all(version.startswith(minor) for version in versions["torch"])
+        assert len(versions["torch"] | versions["litdata"]) == 2
+        for each in declared:
+            name = each.name.lower().replace("_", "-")
+            if name != PROJECT["project"]["name"]:
+                assert all(version in each.specifier for version in versions[name]), name
 
 
 def requirements(*extras: str) -> set[str]:

@@ -5,7 +5,7 @@ positions and masks of them. So what an item puts into a cache on its own rank i
 others, with tensors on the meta device, which have sizes and no memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,20 @@ from lightning_megatron._torch import tree_flatten, tree_map
 
 Update: TypeAlias = tuple[int, str, Any, Any]
 """Number of a cache, name of a method of it, and its arguments without tensors."""
+
+_NAMES = ("cache", "past_key_values")
+"""Names that a forward has for a cache it is given: since transformers 5.24, and before."""
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Cache among the keyword arguments of a forward or of ``generate``; None if there is none."""
+    given = (arguments.get(name) for name in _NAMES)
+    return next((cache for cache in given if cache is not None), None)
+
+
+def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with None in the place of a cache."""
+    return {name: None if name in _NAMES else x for name, x in arguments.items()}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_megatron.adoption.caches import given_cache, without_cache
 from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.errors import ConfigError
@@ -158,7 +159,7 @@ class _Company:
         """Note that this rank runs a forward, and what its first one is given."""
         self._somebody(runs=True)
         if self._given is None:
-            self._given = args, {**kwargs, "past_key_values": None, "use_cache": False}
+            self._given = args, {**without_cache(kwargs), "use_cache": False}
 
     def _somebody(self, *, runs: bool) -> bool:
         """Whether any rank runs a forward now."""
@@ -183,9 +184,9 @@ def _check_cache(model: nn.Module, options: Mapping[str, Any]) -> None:
             f"pp > 1, cache_implementation={kind!r}: a rank has the keys and values of its own "
             "layers only; nearest valid: cache_implementation='dynamic'"
         )
-    given = options.get("past_key_values")
-    if given is not None and getattr(given, "is_compileable", False):
+    given = given_cache(options)
+    if getattr(given, "is_compileable", False):
         raise ConfigError(
-            f"pp > 1, past_key_values={type(given).__name__}: a rank has the keys and values of "
+            f"pp > 1, a given {type(given).__name__}: a rank has the keys and values of "
             "its own layers only; nearest valid: a DynamicCache"
         )

@@ -30,6 +30,7 @@ from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.adoption.attention import NAME, SEQUENCES, register
 from lightning_megatron.adoption.block_hooks import call_with_hooks
 from lightning_megatron.adoption.block_trial import BlockTrial, signature
+from lightning_megatron.adoption.caches import given_cache, without_cache
 from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.errors import ConfigError
@@ -138,7 +139,7 @@ class BlockSequences:
                     f"cp={self._context.cp.size}, {option}=True: of what a block returns inside of "
                     f"the model each cp rank has a part; nearest valid: {option}=False, or cp=1"
                 )
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        if given_cache(kwargs) is not None or kwargs.get("use_cache"):
             with self._context.suspended():
                 yield kwargs
             return
@@ -320,8 +321,7 @@ class _ContextCall:
                 return SEQUENCE_DIM
             return dims[0] if len(dims) == 1 else None
 
-        kwargs = {k: None if k == "past_key_values" else x for k, x in kwargs.items()}
-        if trial is not None and trial.differs(args, kwargs, sized):
+        if trial is not None and trial.differs(args, without_cache(kwargs), sized):
             raise self._refused(
                 "computes something else of some positions than of the whole sequence, besides "
                 "attention: it counts positions itself, or mixes them"

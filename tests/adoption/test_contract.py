@@ -1,9 +1,10 @@
 """What adoption relies on in transformers, family by family, against the version that is installed.
 
 `contract.json` holds names of parameters, styles, items of the pipeline, and the attributes that
-tell the heads of an attention. A test that fails here names what a new version of transformers has
-changed. When the other tests of `tests/adoption` hold with it, write the file anew by
-``python -m tests.adoption.test_contract``.
+tell the heads of an attention, in the version that is locked. A test that fails here says in a line
+what another version has changed in a family; ``python -m tests.adoption.test_contract`` writes the
+file anew, whose diff is the whole of it. When the other tests of `tests/adoption` hold with that
+version, the file goes in with the locks that have it.
 """
 
 import inspect
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
 
+from lightning_megatron.adoption.caches import given_cache, without_cache
 from lightning_megatron.adoption.heads import (
     GROUPS,
     HEAD_SIZES,
@@ -33,6 +36,8 @@ from lightning_megatron.adoption.plan import AdoptionPlan
 from tests.adoption.families import FAMILIES
 
 FILE = Path(__file__).with_name("contract.json")
+CONTRACT = json.loads(FILE.read_text())
+LOCKS = Path(__file__).parents[2] / "locks"
 RELIED_ON = (*HEAD_SIZES, *QUERY_COUNTS, *KV_COUNTS, *GROUPS, *WIDTHS)
 
 
@@ -59,19 +64,19 @@ def _heads(module: nn.Module) -> dict[str, int]:
     return {name: values[name] for name in RELIED_ON if isinstance(values.get(name), int)}
 
 
-def changes(family: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Sentences on what differs."""
+def change(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """One line on what differs; an empty one if nothing does."""
     found = []
     for kind in before:
         old, new = (_pairs(each[kind]) for each in (before, now))
-        found += [f"{family}: {kind}: {n} = {old[n]} is gone" for n in old if n not in new]
-        found += [f"{family}: {kind}: {n} = {new[n]} is new" for n in new if n not in old]
-        found += [
-            f"{family}: {kind}: {name} was {old[name]} and is {new[name]}"
-            for name in old
-            if name in new and old[name] != new[name]
-        ]
-    return found
+        for word, names in (
+            ("gone", [name for name in old if name not in new]),
+            ("new", [name for name in new if name not in old]),
+            ("other", [name for name in old if name in new and old[name] != new[name]]),
+        ):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found += [f"{kind} {word}: {names[0]}{more}"] if names else []
+    return "; ".join(found)
 
 
 def _pairs(part: Any) -> dict[str, Any]:
@@ -80,21 +85,28 @@ def _pairs(part: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_as_adoption_knows_it(family):
-    contract = json.loads(FILE.read_text())
-    assert family in contract["families"], "python -m tests.adoption.test_contract adds it"
-    found = changes(family, contract["families"][family], observed(family))
-    told = f"transformers {transformers.__version__}, {contract['transformers']} was known:"
-    assert not found, "\n".join([told, *found])
+    assert family in CONTRACT["families"], "python -m tests.adoption.test_contract adds it"
+    found = change(CONTRACT["families"][family], observed(family))
+    if found:
+        versions = f"transformers {transformers.__version__}, not {CONTRACT['transformers']}"
+        pytest.fail(f"{family}: {found} ({versions})", pytrace=False)
+
+
+def test_contract_is_of_the_locked_version():
+    texts = [file.read_text() for file in LOCKS.glob("torch-*.txt")]
+    locked = {
+        version for text in texts for version in re.findall(r"(?m)^transformers==(\S+)", text)
+    }
+    assert CONTRACT["transformers"] == max(locked, key=Version)  # an older one is for Python 3.10
 
 
 def test_a_change_is_named():
-    before = {"parameters": ["a", "b"], "styles": {"q": "colwise"}}
-    now = {"parameters": ["a", "c"], "styles": {"q": "rowwise"}}
-    assert changes("llama", before, now) == [
-        "llama: parameters: b = 1 is gone",
-        "llama: parameters: c = 1 is new",
-        "llama: styles: q was colwise and is rowwise",
-    ]
+    before = {"parameters": ["a", "b"], "styles": {"q": "colwise", "k": "colwise"}}
+    now = {"parameters": ["a", "c"], "styles": {"q": "rowwise", "k": "rowwise"}}
+    assert (
+        change(before, now) == "parameters gone: b; parameters new: c; styles other: q and 1 more"
+    )
+    assert not change(now, now)
 
 
 def test_places_in_transformers_that_adoption_names():
@@ -106,6 +118,14 @@ def test_places_in_transformers_that_adoption_names():
     names = list(inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters)
     assert names[:5] == ["module", "query", "key", "value", "attention_mask"]
     assert {"dropout", "scaling"} <= set(names)
+
+
+def test_a_cache_is_given_by_a_name_that_adoption_knows():
+    for model in sorted({family.model for family in FAMILIES.values()}):
+        names = inspect.signature(getattr(transformers, model).forward).parameters
+        caches = [name for name in names if given_cache({name: "a cache"})]
+        assert len(caches) == ("use_cache" in names), model
+        assert without_cache(dict.fromkeys(names, "given"))[caches[0]] is None if caches else True
 
 
 if __name__ == "__main__":

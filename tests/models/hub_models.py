@@ -127,6 +127,9 @@ def hub_model(name):
     with torch.no_grad():
         for tensor in (*model.parameters(), *_biases_of_choice(model)):
             tensor.add_(0.1 * torch.randn_like(tensor))
+    # In a model that it loads, transformers 5.24 has routers in float32, whatever is asked for.
+    for module in filter(_is_router, model.modules()):
+        module.float().double()
     return use_full_precision(model)
 
 
@@ -134,8 +137,13 @@ def _biases_of_choice(model):
     return (b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
 
 
+def _is_router(module):
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
 def use_full_precision(model):
     """Their RMS norms and routers compute in float32 even in a float64 model: eight digits less."""
+    model.double()
     model.config._experts_implementation = "eager"
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -143,7 +151,7 @@ def use_full_precision(model):
                 norm = torch.nn.RMSNorm(child.weight.shape[0], child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(parent, name, norm)
-            elif type(child).__name__.lower().endswith("topkrouter"):
+            elif _is_router(child):
                 child.forward = types.MethodType(_in_float64(type(child)), child)
     return model
 
