@@ -1,5 +1,6 @@
 # make train   a language model on this machine, in four processes
 # make test    the suite; it says how long that takes
+# make durations  where the time of the last `make test` went; KEEP=--keep checks the record in
 # make test-all  the suite, and tests that take longer than one waits for before each commit
 # make lint    ruff, mypy and the layering test
 # make docs    the pages of docs/, as HTML in build/docs
@@ -21,19 +22,30 @@ LOCK := $(if $(filter-out newest,$(TORCH)),locks/torch-$(TORCH).txt)
 VENV := $(if $(LOCK),.venv,.venv-newest)
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint docs gpu newest lock clean
+# The interpreters that tests start read the package's bytecode, some hundred times.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: install train test durations test-all lint docs gpu newest lock clean
+
+install: $(VENV)/dev-$(TORCH)
 
 train: $(VENV)/train-$(TORCH)
 	$(BIN)/lightning-megatron fit --config recipes/quickstart.yaml
 
 # Three processes on two cores: a third of the time a test waits, for a limit or for another process.
 # In the order of the files, long ones that mostly wait do not come last.
-test: $(VENV)/dev-$(TORCH)
-	@echo 'The suite takes 11 to 16 minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o junit_duration_report=total
+test: install
+	@echo 'The suite takes ten minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --junitxml=build/tests.xml
+
+KEEP ?=
+durations: install
+	test -e build/tests.xml || $(MAKE) --no-print-directory test
+	$(BIN)/python -m benchmarks.durations build/tests.xml $(KEEP)
 
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m thorough --timeout 600 tests
+	$(PYTEST) -m thorough --timeout 600 tests --junitxml=build/thorough.xml
 
 lint: $(VENV)/dev-$(TORCH)
 	$(BIN)/ruff check .
