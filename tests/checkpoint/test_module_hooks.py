@@ -252,7 +252,9 @@ def alone(pool: WorkerPool, tmp_path_factory: Any) -> dict[str, Found]:
     return found[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param("zero 1", marks=pytest.mark.thorough), "zero 3", "tp", "pp"]
+)
 def test_hooks_see_and_change_what_they_do_in_one_process(layout, alone, pool, tmp_path):
     for found in pool.run(2, habits_job, LAYOUTS[layout], 2, str(tmp_path)):
         for name, expected in alone.items():
