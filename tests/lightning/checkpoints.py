@@ -20,9 +20,9 @@ from tests.lightning.record import (
     Base,
     Case,
     Run,
-    Witness,
     recorded,
     samples,
+    witness,
 )
 
 
@@ -235,7 +235,7 @@ def command_line(run: Run) -> None:
             **{"accelerator": "cpu", "precision": "64-true", "devices": run.devices},
             **{"default_root_dir": str(run.directory), "logger": False},
             **{"enable_progress_bar": False, "enable_model_summary": False},
-            **{"enable_checkpointing": False, "callbacks": [Witness(run.record.events)]},
+            **{"enable_checkpointing": False, "callbacks": [witness(run.record.events)]},
         }
         cli = Command(
             kind,
