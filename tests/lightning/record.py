@@ -334,6 +334,7 @@ class Case:
         script: what is called, `fit` by default.
         layouts: names of the `LAYOUTS` under which the case is run, beside one process: where ranks
             could differ from it, and of similar cases one.
+        others: of similar cases the layouts of the others, under which `make test-all` runs them.
         refused: patterns of the error that a layout, or ``"one"`` process, gives instead.
         unlike: parts of events' names that are not compared under a layout.
         rounding: relative difference of values under a layout.
@@ -347,6 +348,7 @@ class Case:
     made_options: Callable[[Path], dict[str, Any]] = lambda _: {}
     script: Callable[[Run], None] = fit
     layouts: Sequence[str] = ("pp",)
+    others: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     unlike: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rounding: float = 1e-10

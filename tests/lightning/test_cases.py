@@ -60,9 +60,23 @@ def run_named(name: str, layout: str, directory: Path) -> Record:
     return run_case(CASES[name], layout, directory)
 
 
+def places(case: Case) -> list[tuple[str, bool]]:
+    """Layouts of a case, and whether `make test` leaves it out there.
+
+    Where each rank has all samples, tp and pp hold everything that one process does.
+    """
+    held = {"tp", "pp"} & set(case.layouts) - case.refused.keys() - case.unlike.keys()
+    found = [("one", bool(held))]
+    return [*found, *((x, False) for x in case.layouts), *((x, True) for x in case.others)]
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [(name, layout) for name, case in CASES.items() for layout in ("one", *case.layouts)],
+    [
+        pytest.param(name, layout, marks=[pytest.mark.thorough] * left_out)
+        for name, case in CASES.items()
+        for layout, left_out in places(case)
+    ],
 )
 def test_it_is_as_plain_lightning(
     pool: WorkerPool, plain: Plain, name: str, layout: str, tmp_path: Path
