@@ -210,9 +210,11 @@ class SourceFile:
                 yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
             elif isinstance(node, ast.Call):
                 for argument in node.args[:1]:
-                    if not isinstance(argument, ast.Constant) or type(argument.value) is not str:
-                        continue
-                    if "import_module" in ast.dump(node.func):
+                    if (
+                        isinstance(argument, ast.Constant)
+                        and isinstance(argument.value, str)
+                        and "import_module" in ast.dump(node.func)
+                    ):
                         yield argument.value, node.lineno
 
     def _absolute(self, node: ast.ImportFrom) -> str:

@@ -145,7 +145,21 @@ class Looking(Noisy):
         self.sums = [float(value.sum()) for value in checkpoint["state_dict"].values()]
 
 
-@pytest.mark.parametrize("module", [Noisy, pytest.param(Looking, marks=pytest.mark.thorough)])
+def test_two_nodes_of_which_none_has_all(pool: WorkerPool, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"pp": 2, "num_microbatches": 2}
+    options: dict[str, Any] = {"shared_every": 2, "replicas": 0}
+    pool.run(2, train, tmp_path, [0, 1], layout, crash=3, **options)
+    kept = [{p.name for p in checkpoints(tmp_path, node)[-1].glob("*.distcp")} for node in (0, 1)]
+    assert [len(names) for names in kept] == [1, 1]
+    rest = pool.run(2, train, tmp_path, [1, 0], layout, crash=5, **options)
+    assert begun_at(rest) == {"step=00000003.ckpt"}
+    lose(tmp_path, 0)
+    rest = pool.run(2, train, tmp_path, [1, 2], layout, **options)
+    assert begun_at(rest) == {"step=4.ckpt"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("module", [Noisy, Looking])
 def test_four_nodes_of_which_none_has_all(
     pool: WorkerPool, tmp_path: Path, module: type[LightningModule]
 ) -> None:

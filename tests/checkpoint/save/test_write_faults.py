@@ -51,7 +51,9 @@ def test_training_goes_on_with_one_warning_a_failure(pool, tmp_path, kind, pairs
         assert all(load_full_state_dict(directory / one) for one in left)
 
 
-@pytest.mark.parametrize("kind", ["too large", "forbidden"])
+@pytest.mark.parametrize(
+    "kind", ["too large", pytest.param("forbidden", marks=pytest.mark.thorough)]
+)
 def test_training_ends_on_all_ranks_with_the_same_error(pool, tmp_path, kind):
     first, second = pool.run(2, ends_job, tmp_path, kind)
     assert first == second
