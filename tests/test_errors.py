@@ -100,6 +100,7 @@ def test_rank_0_speaks(tmp_path: Path) -> None:
     assert (quiet.returncode, printed, said) == (-signal.SIGTERM, "", "")
 
 
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     """One rank's text stands before torchrun's own summary."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")

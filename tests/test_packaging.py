@@ -4,13 +4,14 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from tests.test_layering import FILES, PACKAGE
+from tests.test_layering import PACKAGE, package_files
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 
@@ -98,10 +99,10 @@ def requirements(*extras: str) -> set[str]:
     return {re.split(r"[\[<>=!~;]", name)[0].lower().replace("_", "-") for name in declared}
 
 
-def imports(tree: ast.Module) -> set[str]:
+def imports(nodes: Iterable[ast.AST]) -> set[str]:
     """First parts of the names that are imported, but for those that may be missing."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -115,8 +116,8 @@ def test_what_is_imported_is_declared() -> None:
     owners = packages_distributions()
     undeclared = {
         f"{path}: {name}"
-        for path, file in FILES.items()
-        for name in imports(file.tree) - sys.stdlib_module_names - {PACKAGE}
+        for path, file in package_files().items()
+        for name in imports(file.nodes) - sys.stdlib_module_names - {PACKAGE}
         if not {owner.lower().replace("_", "-") for owner in owners.get(name, [name])} & declared
     }
     # Rich is imported where Lightning has found that it is there.
@@ -130,10 +131,10 @@ def test_what_is_imported_at_once_needs_no_extra() -> None:
     owners = packages_distributions()
     undeclared = {
         f"{path}: {name}"
-        for path, file in FILES.items()
+        for path, file in package_files().items()
         for node in file.tree.body
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in imports(ast.Module([node], [])) - sys.stdlib_module_names - {PACKAGE}
+        for name in imports([node]) - sys.stdlib_module_names - {PACKAGE}
         if not {owner.lower().replace("_", "-") for owner in owners.get(name, [name])} & declared
     }
     assert {name for name in undeclared if name.partition(": ")[2] not in COME_WITH_TORCH} == set()

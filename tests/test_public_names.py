@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layering import FILES, heavy_modules_after
+from tests.test_layering import heavy_modules_after, package_files
 
 PACKAGE = "lightning_megatron"
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(
-    ".".join([PACKAGE, *path.split("/")[:-1]])
-    for path, file in FILES.items()
-    if path.endswith("__init__") and "lazy_names(" in ast.unparse(file.tree)
+    ".".join(path.relative_to(ROOT).parent.parts)
+    for path in (ROOT / PACKAGE).rglob("__init__.py")
+    if "lazy_names(" in path.read_text()
 )
 """Packages whose ``__init__`` offers names."""
 
@@ -59,9 +59,9 @@ def documents() -> dict[str, str]:
     texts = {"README.md": (ROOT / "README.md").read_text()}
     for pages in ("recipes/*.yaml", "docs/*.md", "examples/*.py"):
         texts |= {path.name: path.read_text() for path in ROOT.glob(pages)}
-    for path, file in FILES.items():
+    for path, file in package_files().items():
         nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(n) for n in ast.walk(file.tree) if isinstance(n, nodes)]
+        found = [ast.get_docstring(n) for n in file.nodes if isinstance(n, nodes)]
         texts[f"{path}.py"] = "\n\n".join(text for text in found if text)
     return texts
 

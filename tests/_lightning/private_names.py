@@ -7,7 +7,7 @@ only where a base of the class has it.
 
 import ast
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -58,9 +58,9 @@ def _folder(package: str) -> Path:
 # On other objects ---------------------------------------------------------------------------------
 
 
-def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_uses(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Lines where something private of Lightning's is imported, or used on another object."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node.lineno, f"imports {name}") for name in _private_imports(node))
         elif isinstance(node, ast.Attribute | ast.Call | ast.Subscript) and _is_private_use(node):
@@ -80,10 +80,11 @@ def _is_private_use(node: ast.Attribute | ast.Call | ast.Subscript) -> bool:
         return node.attr in names and not _is_self(node.value)
     if isinstance(node, ast.Call):
         given = (one.value for one in node.args if isinstance(one, ast.Constant))
-        return _is_by_name(node.func) and any(value in names for value in given)
+        return any(value in names for value in given) and _is_by_name(node.func)
+    if not (isinstance(node.slice, ast.Constant) and node.slice.value in names):
+        return False
     held = ast.unparse(node.value)
-    by_name = "vars(" in held or "__dict__" in held
-    return by_name and isinstance(node.slice, ast.Constant) and node.slice.value in names
+    return "vars(" in held or "__dict__" in held
 
 
 def _top(module: str | None) -> str:
@@ -109,15 +110,16 @@ class Bases:
 
     Args:
         package: its name.
-        trees: its files, by their paths without suffix.
+        files: all nodes of each of its files, by their paths without suffix.
     """
 
-    def __init__(self, package: str, trees: dict[str, ast.Module]) -> None:
-        self._package, self._trees = package, trees
+    def __init__(self, package: str, files: Mapping[str, Sequence[ast.AST]]) -> None:
+        self._package, self._files = package, files
+        self._classes, self._imports = cache(self._classes_of), cache(self._imports_of)
 
     def inherited_uses(self, path: str) -> Iterator[tuple[int, str]]:
         """Lines of a file where a class uses, sets or overrides a private name of a base."""
-        for node in ast.walk(self._trees[path]):
+        for node in self._files[path]:
             if isinstance(node, ast.ClassDef):
                 names = self.private_members(path, node)
                 yield from _uses_in_class(node, names)
@@ -138,7 +140,7 @@ class Bases:
         while isinstance(base, ast.Subscript):
             base = base.value
         first, _, rest = ast.unparse(base).partition(".")
-        here = self._class(path, first)
+        here = self._classes(path).get(first)
         if here is not None and not rest:
             yield path, here
             return
@@ -151,7 +153,7 @@ class Bases:
         if _top(dotted) == self._package:
             inside = "/".join(module.split(".")[1:])
             for path in (inside, f"{inside}/__init__".lstrip("/")):
-                if path in self._trees:
+                if path in self._files:
                     yield from self._resolve(path, ast.Name(name))
                     return
         elif _top(dotted) in LOOKED_UP:
@@ -159,13 +161,14 @@ class Bases:
             if isinstance(found, type):
                 yield found
 
-    def _class(self, path: str, name: str) -> ast.ClassDef | None:
-        classes = (n for n in ast.walk(self._trees[path]) if isinstance(n, ast.ClassDef))
-        return next((node for node in classes if node.name == name), None)
+    def _classes_of(self, path: str) -> dict[str, ast.ClassDef]:
+        """Classes by their names, of several with one name the first."""
+        classes = [node for node in self._files[path] if isinstance(node, ast.ClassDef)]
+        return {node.name: node for node in reversed(classes)}
 
-    def _imports(self, path: str) -> dict[str, str]:
+    def _imports_of(self, path: str) -> dict[str, str]:
         names = {}
-        for node in ast.walk(self._trees[path]):
+        for node in self._files[path]:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     name = alias.asname or _top(alias.name)

@@ -119,6 +119,10 @@ FAULTS = {
 }
 
 
+SAVES = [(m, ranks) for ranks in ((0,), (1,), (0, 1)) for m in ("sync", "async")]
+"""How a save is made (training waits, or goes on meanwhile), and the ranks on which it fails."""
+
+
 class Fault(pl.Callback):
     """Has one save meet a fault; ModelCheckpoint comes after it in every step."""
 
@@ -182,21 +186,20 @@ def messages(level: int = logging.WARNING) -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def goes_on_job(base: Path, kind: str) -> dict[str, list[str]]:
-    """One save fails: on either rank and on both, while training waits and in the background."""
+def goes_on_job(base: Path, kind: str, saves: list[Any]) -> dict[str, list[str]]:
+    """One save fails in each of these ways."""
     if kind == "read-only":
         own_mounts()
     rank, warned = int(os.environ["RANK"]), {}
     expected = fit(base / "none", CheckpointConfig(), [])
-    for mode in ("sync", "async"):
-        for ranks in ((0,), (1,), (0, 1)):
-            directory = base / "-".join((mode, *map(str, ranks)))
-            faults: list[pl.Callback] = [Fault(kind if rank in ranks else None, directory)]
-            with messages() as seen:
-                found = fit(directory, CheckpointConfig(mode=mode), faults)  # type: ignore[arg-type]
-            warned[directory.name] = seen
-            for name, value in expected.items():
-                assert torch.equal(found[name], value), name
+    for mode, ranks in saves:
+        directory = base / "-".join((mode, *map(str, ranks)))
+        faults: list[pl.Callback] = [Fault(kind if rank in ranks else None, directory)]
+        with messages() as seen:
+            found = fit(directory, CheckpointConfig(mode=mode), faults)
+        warned[directory.name] = seen
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
     return warned
 
 

@@ -122,8 +122,17 @@ def job(directory: Path, layout: dict[str, Any], mode: str) -> None:
     assert last.global_step == 6
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+PAIRS = [("zero 3", "async"), ("tp", "sync"), ("pp", "async")]
+OTHERS = [(layout, mode) for layout in LAYOUTS for mode in ("sync", "async")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        *PAIRS,
+        *(pytest.param(*o, marks=pytest.mark.thorough) for o in OTHERS if o not in PAIRS),
+    ],
+)
 def test_best_last_links_and_exceptions(
     pool: WorkerPool, tmp_path: Path, layout: str, mode: str
 ) -> None:

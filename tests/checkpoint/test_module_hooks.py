@@ -8,6 +8,7 @@ that hooks saw, and the weights after loading.
 import copy
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,9 +206,11 @@ HABITS: dict[str, tuple[type[Net], dict[str, Any]]] = {
 }
 
 
-def habits_job(layout: dict[str, Any] | None, devices: int, folder: str) -> dict[str, Found]:
-    """What every habit saves, sees and loads."""
-    return {name: _habit(name, layout, devices, f"{folder}/{name}.ckpt") for name in HABITS}
+def habits_job(
+    layout: dict[str, Any] | None, devices: int, folder: str, names: Sequence[str]
+) -> dict[str, Found]:
+    """What habits save, see and load."""
+    return {name: _habit(name, layout, devices, f"{folder}/{name}.ckpt") for name in names}
 
 
 def _habit(name: str, layout: Any, devices: int, path: str) -> Found:
@@ -248,34 +251,50 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, tmp_path_factory: Any) -> dict[str, Found]:
     """What plain Lightning gives in one process."""
-    found = pool.run(1, habits_job, None, 1, str(tmp_path_factory.mktemp("plain")))
+    found = pool.run(1, habits_job, None, 1, str(tmp_path_factory.mktemp("plain")), [*HABITS])
     return found[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_hooks_see_and_change_what_they_do_in_one_process(layout, alone, pool, tmp_path):
-    for found in pool.run(2, habits_job, LAYOUTS[layout], 2, str(tmp_path)):
-        for name, expected in alone.items():
-            ours: Found = found[name]
+PAIRS = {
+    "zero 3": ("Reads", "NewHead", "Adapters", "Layers"),
+    "tp": ("Renames", "DropsHead", "Layers"),
+    "pp": ("Reads", "Renames", "NewHead", "DropsHead", "Adapters"),
+}
+"""Habits under each layout; the others are tried by `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        *PAIRS.items(),
+        *(pytest.param(layout, tuple(HABITS), marks=pytest.mark.thorough) for layout in LAYOUTS),
+    ],
+)
+def test_hooks_see_and_change_what_they_do_in_one_process(layout, names, alone, pool, tmp_path):
+    for found in pool.run(2, habits_job, LAYOUTS[layout], 2, str(tmp_path), names):
+        for name in names:
+            ours, expected = found[name], alone[name]
             assert ours.seen_saving == expected.seen_saving, name
             assert ours.seen_loading == expected.seen_loading, name
             for weights, plain in zip(ours[:3], expected[:3], strict=True):
                 torch.testing.assert_close(
                     dict(weights), dict(plain), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: n + m
                 )
-    check_files(tmp_path, alone)
+            check_file(name, tmp_path / f"{name}.ckpt", expected.trained)
 
 
-def check_files(folder: Path, alone: dict[str, Found]) -> None:
+def check_file(name: str, path: Path, trained: dict[str, Tensor]) -> None:
     """What is stored has the names and values that hooks left."""
-    renamed = load_full_state_dict(folder / "Renames.ckpt")
-    trained = alone["Renames"].trained
-    assert renamed.keys() == {f"old.{n}" for n in trained if n != "norm.bias"} | {"own"}
-    torch.testing.assert_close(renamed["old.net.head.bias"], trained["net.head.bias"] * 2)
-    weight = load_full_state_dict(folder / "Layers.ckpt")["net.layers.1.0.doubled"]
-    torch.testing.assert_close(weight, alone["Layers"].trained["net.layers.1.0.doubled"])
-    mine = CheckpointReader(folder / "Reads.ckpt", alone=True).state["mine"]
-    torch.testing.assert_close(mine["head"], alone["Reads"].trained["net.head.weight"])
+    if name == "Renames":
+        renamed = load_full_state_dict(path)
+        assert renamed.keys() == {f"old.{n}" for n in trained if n != "norm.bias"} | {"own"}
+        torch.testing.assert_close(renamed["old.net.head.bias"], trained["net.head.bias"] * 2)
+    elif name == "Layers":
+        weight = load_full_state_dict(path)["net.layers.1.0.doubled"]
+        torch.testing.assert_close(weight, trained["net.layers.1.0.doubled"])
+    elif name == "Reads":
+        mine = CheckpointReader(path, alone=True).state["mine"]
+        torch.testing.assert_close(mine["head"], trained["net.head.weight"])
 
 
 class InPlace(Net):

@@ -208,7 +208,9 @@ SAVED = {
     "none": Case(Base, **saves(save_top_k=0), layouts=()),
     "best": Case(Logged, **saves(monitor="val", filename="{epoch}-{val:.2f}"), layouts=()),
     "two best": Case(Logged, **saves(monitor="val", save_top_k=2, mode="max"), layouts=()),
-    "best and last": Case(Logged, **saves(monitor="val", save_last=True), layouts=("pp",)),
+    "best and last": Case(
+        Logged, **saves(monitor="val", save_last=True), layouts=(), others=("pp",)
+    ),
     "linked last": Case(Logged, **saves(monitor="val", save_last="link"), layouts=()),
     "names": Case(
         Logged,
@@ -234,7 +236,7 @@ SAVED = {
     "by time": Case(
         Base, **saves(train_time_interval=timedelta(seconds=0), save_top_k=-1), layouts=()
     ),
-    "weights only": Case(Base, **saves(save_weights_only=True), layouts=("dp",)),
+    "weights only": Case(Base, **saves(save_weights_only=True), layouts=(), others=("dp",)),
     "unknown monitor": Case(Base, **saves(monitor="nothing"), layouts=()),
     "on an error": Case(Fails, **saves(save_on_exception=True, every_n_epochs=9), layouts=()),
 }
@@ -249,7 +251,9 @@ STOPPED = {
     ),
     "unknown": Case(Base, **stops("nothing"), layouts=()),
     "unknown is allowed": Case(Base, **stops("nothing", strict=False), layouts=()),
-    "of training": Case(Base, **stops("loss", min_delta=9.0, patience=1)),
+    "of training": Case(
+        Base, **stops("loss", min_delta=9.0, patience=1), layouts=(), others=("pp",)
+    ),
 }
 
 OTHERS = {
@@ -294,7 +298,10 @@ OTHERS = {
     ),
     "lambda": Case(callbacks=calls, layouts=()),
     "states": Case(
-        callbacks=lambda _: [Counts("a"), Counts("b")], script=keep_books, layouts=("dp",)
+        callbacks=lambda _: [Counts("a"), Counts("b")],
+        script=keep_books,
+        layouts=(),
+        others=("dp",),
     ),
     "from the module": Case(Own, script=keep_books, trainer={"max_epochs": 4}),
     "predictions by batch": Case(

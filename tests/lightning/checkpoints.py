@@ -13,16 +13,15 @@ from tests.lightning.callbacks import Counts, Logged
 from tests.lightning.logs import Parameters
 from tests.lightning.optimizers import EachStep, Lists, Plateau
 from tests.lightning.record import (
-    BOTH,
     DATA_HOOKS,
     GLOBAL_BATCH,
     LAYOUTS,
     Base,
     Case,
     Run,
-    Witness,
     recorded,
     samples,
+    witness,
 )
 
 
@@ -235,7 +234,7 @@ def command_line(run: Run) -> None:
             **{"accelerator": "cpu", "precision": "64-true", "devices": run.devices},
             **{"default_root_dir": str(run.directory), "logger": False},
             **{"enable_progress_bar": False, "enable_model_summary": False},
-            **{"enable_checkpointing": False, "callbacks": [Witness(run.record.events)]},
+            **{"enable_checkpointing": False, "callbacks": [witness(run.record.events)]},
         }
         cli = Command(
             kind,
@@ -260,7 +259,7 @@ AFTER_SETUP = (
 )
 
 RESUMED = {
-    "after an epoch": Case(Momentum, script=after_epoch, layouts=BOTH),
+    "after an epoch": Case(Momentum, script=after_epoch, layouts=("dp",), others=("pp",)),
     "in mid-accumulation": Case(
         Momentum, script=in_accumulation, trainer={"accumulate_grad_batches": 2}, layouts=("pp",)
     ),
@@ -296,7 +295,7 @@ OTHERS = {
     "no best": Case(script=missing, layouts=()),
     "before a run": Case(script=before_fit, layouts=()),
     "batches change": Case(OwnHooks),
-    "command line": Case(script=command_line, layouts=("pp",)),
+    "command line": Case(script=command_line, layouts=(), others=("pp",)),
 }
 CASES = OTHERS | {
     name: replace(case, unlike=dict.fromkeys(("one", *LAYOUTS), LOADED), reason=AFTER_SETUP)

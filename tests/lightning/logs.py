@@ -294,7 +294,9 @@ SINGLE: dict[str, Any] = {"rounding": 1e-6, "reason": "MeanMetric casts its valu
 # A stage that fails ends its process, not its peers': none of these under a pipeline.
 
 CASES = {
-    "every kind": Case(module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK, layouts=BOTH),
+    "every kind": Case(
+        module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK, layouts=("pp",), others=("dp",)
+    ),
     "every step": Case(module=Kinds, trainer={"log_every_n_steps": 1}, layouts=(), **BOOK),
     "seldom": Case(trainer={"log_every_n_steps": 10}, layouts=(), **BOOK),
     "accumulation": Case(
@@ -313,7 +315,9 @@ CASES = {
     "metric by hand": Case(module=ByHand, layouts=("dp",), **BOOK, **SINGLE),
     "hyper-parameters": Case(module=Parameters, layouts=(), **BOOK),
     "graph": Case(module=Graph, layouts=(), **BOOK),
-    "csv": Case(module=Kinds, trainer={"log_every_n_steps": 1}, script=read_csv, layouts=("pp",)),
+    "csv": Case(
+        module=Kinds, trainer={"log_every_n_steps": 1}, script=read_csv, layouts=(), others=("pp",)
+    ),
     "key twice": Case(module=LogsTwice, layouts=()),
     "text": Case(module=LogsText, layouts=("tp",)),
     "vector": Case(module=LogsVector, layouts=()),

@@ -319,7 +319,7 @@ CASES = {
     "limit_train_batches=0": Case(trainer={"limit_train_batches": 0}, layouts=("pp",)),
     "limit_val_batches=1": Case(trainer={"limit_val_batches": 1}, layouts=()),
     "limit_val_batches=0": Case(trainer={"limit_val_batches": 0}, layouts=()),
-    "val_check_interval=2": Case(trainer={"val_check_interval": 2}, layouts=("pp",)),
+    "val_check_interval=2": Case(trainer={"val_check_interval": 2}, layouts=(), others=("pp",)),
     "val_check_interval=0.34": Case(trainer={"val_check_interval": 0.34}, layouts=()),
     "val_check_interval over epochs": Case(
         trainer={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 4},
@@ -328,7 +328,7 @@ CASES = {
     "check_val_every_n_epoch=2": Case(
         trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}, layouts=()
     ),
-    "max_steps=4": Case(trainer={"max_steps": 4}, layouts=("dp",)),
+    "max_steps=4": Case(trainer={"max_steps": 4}, layouts=(), others=("dp",)),
     "max_steps without epochs": Case(trainer={"max_steps": 4, "max_epochs": -1}, layouts=()),
     "max_steps=0": Case(trainer={"max_steps": 0}, layouts=()),
     "max_epochs=0": Case(trainer={"max_epochs": 0}, layouts=()),
@@ -389,7 +389,7 @@ CASES = {
         trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4},
         layouts=(),
     ),
-    "two validation loaders": Case(module=TwoValLoaders, layouts=("dp",)),
+    "two validation loaders": Case(module=TwoValLoaders, layouts=(), others=("dp",)),
     "two loaders with limits": Case(
         module=TwoValLoaders, trainer={"limit_val_batches": 1}, layouts=()
     ),
@@ -422,7 +422,7 @@ CASES = {
     "shuffled": Case(
         module=Shuffled, hooks_only=True, reason="orders by seed and epoch alone", layouts=("dp",)
     ),
-    "own sampler": Case(module=OwnSampler, layouts=("dp",)),
+    "own sampler": Case(module=OwnSampler, layouts=(), others=("dp",)),
     "own batch sampler": Case(module=OwnBatches, layouts=("dp",)),
     "dataloader_iter": Case(
         module=PullsItself,
@@ -443,5 +443,5 @@ CASES = {
     "predictions are dropped": Case(script=predict_without_results, layouts=()),
     "loaders are given": Case(script=with_loaders, layouts=("pp",)),
     "fit twice": Case(script=fit_twice, layouts=("pp",)),
-    "fit in two Trainers": Case(script=fit_in_two_trainers),
+    "fit in two Trainers": Case(script=fit_in_two_trainers, layouts=(), others=("pp",)),
 }

@@ -172,19 +172,18 @@ def _facts(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[Any, ...]:
     )
 
 
-class Witness(Callback):
-    """Writes down every hook of a callback, and every value that can be seen there."""
-
-    def __init__(self, events: list[Event]) -> None:
-        for name in CALLBACK_HOOKS:
-            setattr(self, name, _seen_by_callback(name, events, getattr(self, name)))
+def witness(events: list[Event]) -> Callback:
+    """A callback that writes down every hook, and every value that can be seen there."""
+    hooks = {n: _seen_by_callback(n, events, getattr(Callback, n)) for n in CALLBACK_HOOKS}
+    made: Callback = type("Witness", (Callback,), hooks)()
+    return made
 
 
 def _seen_by_callback(name: str, events: list[Event], original: Any) -> Any:
-    def hook(*args: Any, **kwargs: Any) -> Any:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if name in ("state_dict", "load_state_dict"):
             events.append((f"callback.{name}", (), {}))
-            return original(*args)
+            return original(self, *args)
         trainer, module, *others = args
         facts, values = [_facts(trainer, module)], {}
         for position, value in enumerate((*others, *kwargs.values())):
@@ -202,9 +201,9 @@ def _seen_by_callback(name: str, events: list[Event], original: Any) -> Any:
             metrics.pop("v_num", None)
             values |= {f"{kind} {key}": float(value) for key, value in metrics.items()}
         events.append((f"callback.{name}", tuple(facts), values))
-        return original(*args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    return hook
+    return _as_part_of(original, hook)
 
 
 def _seen_by_module(name: str, events: list[Event], original: Any, who: str) -> Any:
@@ -219,7 +218,13 @@ def _seen_by_module(name: str, events: list[Event], original: Any, who: str) -> 
         events.append((f"{who}.{name}", tuple(facts), {}))
         return original(self, *args, **kwargs)
 
-    hook.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return _as_part_of(original, hook)
+
+
+def _as_part_of(original: Any, hook: Any) -> Any:
+    """The hook, with what Lightning asks of functions; and nobody reads its code as the user's."""
+    hook.__signature__ = inspect.signature(original)
+    hook.__module__ = Callback.__module__
     return hook
 
 
@@ -285,7 +290,7 @@ class Run:
             strategy="auto" if self.layout is None else MegatronStrategy(**self.layout),
             devices=self.devices,
             default_root_dir=self.directory,
-            callbacks=[Witness(self.record.events), *callbacks],
+            callbacks=[witness(self.record.events), *callbacks],
             **{**quiet, **self.case.trainer, **made, **options},
         )
 
@@ -329,6 +334,7 @@ class Case:
         script: what is called, `fit` by default.
         layouts: names of the `LAYOUTS` under which the case is run, beside one process: where ranks
             could differ from it, and of similar cases one.
+        others: of similar cases the layouts of the others, under which `make test-all` runs them.
         refused: patterns of the error that a layout, or ``"one"`` process, gives instead.
         unlike: parts of events' names that are not compared under a layout.
         rounding: relative difference of values under a layout.
@@ -342,6 +348,7 @@ class Case:
     made_options: Callable[[Path], dict[str, Any]] = lambda _: {}
     script: Callable[[Run], None] = fit
     layouts: Sequence[str] = ("pp",)
+    others: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     unlike: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rounding: float = 1e-10

@@ -121,7 +121,12 @@ def alone(pool: WorkerPool) -> dict[str, Any]:
 CASES = [
     ("stranger", {"cp": 2}, 2),
     ("stranger", {"cp": 2, "zero": 3}, 2),
-    ("model", {"cp": 2, "tp": 2, "sequence_parallel": True}, 4),
+    pytest.param(
+        "model",
+        {"cp": 2, "tp": 2, "sequence_parallel": True},
+        4,
+        marks=pytest.mark.thorough,
+    ),
     ("model", {"cp": 2, "pp": 2}, 4),
     ("chunked", {"cp": 2}, 2),
 ]

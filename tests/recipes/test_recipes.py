@@ -50,6 +50,7 @@ SHORT = [
 BYTES = ["--data.seq_len=16", "--data.max_bytes=200000", "--data.batch_size=8"]
 SIZES = ("hidden_size=32", "num_layers=4", "num_heads=4", "mlp_size=32", "max_seq_len=16")
 SMALL = [f"--model.config.{size}" for size in SIZES]
+TWO_BLOCKS = "--model.config.num_layers=2"
 SMALL_LLAMA = [
     "--model.config={vocab_size: 256, num_kv_heads: 4, " + ", ".join(SIZES).replace("=", ": ") + "}"
 ]
@@ -77,24 +78,24 @@ TINY = {
         options=["--trainer.limit_train_batches=3", *SMALL, *BYTES],
     ),
     "tokens": Tiny(
-        ranks=4,
+        ranks=2,
         options=[
-            *("--trainer.limit_train_batches=3", *SMALL, "--data.seq_len=16"),
-            "--data.batch_size=8",
+            *("--trainer.limit_train_batches=3", "--trainer.strategy.tp=1"),
+            *(*SMALL, "--data.seq_len=16", "--data.batch_size=8"),
         ],
     ),
     "pretrain-1b": Tiny(
         ranks=2,
         options=[
             *(CPU, "--model.config.vocab_size=256", "--model.config.num_kv_heads=4"),
-            *(*SMALL, *BYTES, OFTEN, GRAPHS_ONLY),
+            *(*SMALL, TWO_BLOCKS, *BYTES, OFTEN, GRAPHS_ONLY),
         ],
     ),
     "pretrain-8b": Tiny(
         ranks=4,
         options=[
             *(CPU, "--trainer.num_nodes=1", "--trainer.strategy.tp=2"),
-            *(*SMALL_LLAMA, *BYTES, OFTEN),
+            *(*SMALL_LLAMA, TWO_BLOCKS, *BYTES, "--data.batch_size=2", OFTEN),
         ],
     ),
     # FP8 products need sizes that are multiples of 16; without `keep_*` two blocks have them.
@@ -102,7 +103,7 @@ TINY = {
         ranks=2,
         options=[
             *("--trainer.plugins.keep_first=0", "--trainer.plugins.keep_last=0", TWO_BATCHES),
-            *(CPU, *SMALL_LLAMA, "--model.config.num_layers=2", *BYTES, OFTEN, GRAPHS_ONLY),
+            *(CPU, *SMALL_LLAMA, TWO_BLOCKS, *BYTES, OFTEN, GRAPHS_ONLY),
         ],
     ),
     "finetune-qwen3": Tiny(
@@ -113,13 +114,17 @@ TINY = {
         ],
     ),
     "finetune-adopted": Tiny(
-        ranks=4,
+        ranks=2,
         options=[
             *(CPU, "--data.tokenizer=qwen", "--data.files=[corpus.txt]", "--data.seq_len=16"),
             *("--model.directory=qwen", OFTEN, TWO_BATCHES),
         ],
     ),
 }
+
+NOT_COMPILED = "--trainer.strategy.compile.scope=none"
+LEFT_OUT = dict.fromkeys(("pretrain-1b", "pretrain-8b-fp8"), NOT_COMPILED)
+"""What `make test-all` alone adds: compiled blocks, most of the time of these recipes."""
 
 
 def test_every_recipe_is_trained() -> None:
@@ -163,16 +168,26 @@ def fit(recipe: str, folder: str, options: Sequence[str]) -> list[str]:
     return [str(path) for path in Path().rglob("*.ckpt")]
 
 
-@pytest.mark.parametrize("recipe", TINY)
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        *((recipe, [LEFT_OUT[recipe]] if recipe in LEFT_OUT else []) for recipe in TINY),
+        *(pytest.param(recipe, [], marks=pytest.mark.thorough) for recipe in LEFT_OUT),
+    ],
+)
 def test_a_small_copy_trains_and_saves(
-    recipe: str, tmp_path: Path, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    more: list[str],
+    tmp_path: Path,
+    pool: WorkerPool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny = TINY[recipe]
     if recipe == "tokens":
         _small_corpora(tmp_path, monkeypatch)
     if recipe.startswith("finetune"):
         _small_qwen3(tmp_path)
-    options = [*SHORT, f"--trainer.devices={tiny.ranks}", *tiny.options]
+    options = [*SHORT, f"--trainer.devices={tiny.ranks}", *tiny.options, *more]
     [found, *_] = pool.run(tiny.ranks, fit, recipe, str(tmp_path), options)
     assert (tmp_path / "runs").is_dir()
     [checkpoint] = [path for path in found if "step-3.ckpt" in path]

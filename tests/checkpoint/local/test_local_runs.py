@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.checkpoint.local.local_training import checkpoints, disk, lose, train
 from tests.strategy.resuming import WIDTH, Block, Noisy, differences
 
 TP = {"tp": 2, "zero": 1}
+RANKS = [1, pytest.param(2, marks=pytest.mark.thorough)]
+"""Of each of two nodes."""
 
 
 def begun_at(results: list[Any]) -> set[str]:
@@ -33,33 +37,47 @@ def assert_goes_on(whole: list[Any], rest: list[Any], first: tuple[int, int], na
         assert differences(expected, ours, first) == []
 
 
+def on_nodes(*nodes: int, ranks: int) -> list[int]:
+    """The node of each rank."""
+    return [node for node in nodes for _ in range(ranks)]
+
+
+Whole = Callable[[int], list[Any]]
+
+
 @pytest.fixture(scope="module")
-def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The run that nothing happens to."""
-    root = tmp_path_factory.mktemp("whole")
-    results = pool.run(4, train, root, [0, 0, 1, 1], TP, ckpt_path=None)
-    assert checkpoints(root, 0) == checkpoints(root, 1) == []  # deleted in the end
-    return results
+def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The run that nothing happens to, by the ranks of each node."""
+
+    def run(ranks: int) -> list[Any]:
+        root = tmp_path_factory.mktemp("whole")
+        nodes = on_nodes(0, 1, ranks=ranks)
+        results = pool.run(2 * ranks, train, root, nodes, TP, ckpt_path=None)
+        assert checkpoints(root, 0) == checkpoints(root, 1) == []  # deleted in the end
+        return results
+
+    return cache(run)
 
 
-def test_a_lost_node(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_lost_node(pool: WorkerPool, tmp_path: Path, whole: Whole, ranks: int) -> None:
     """Another node has its place, and its ranks are the first now."""
-    pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4)
+    pool.run(2 * ranks, train, tmp_path, on_nodes(0, 1, ranks=ranks), TP, crash=4)
     for node in (0, 1):
         names = [path.name for path in checkpoints(tmp_path, node)]
         assert names == ["step=00000003.ckpt", "step=00000004.ckpt"]
     lose(tmp_path, 1)
-    rest = pool.run(4, train, tmp_path, [2, 2, 0, 0], TP, seed=8)
-    assert_goes_on(whole, rest, (1, 2), "step=00000004.ckpt")
+    rest = pool.run(2 * ranks, train, tmp_path, on_nodes(2, 0, ranks=ranks), TP, seed=8)
+    assert_goes_on(whole(ranks), rest, (1, 2), "step=00000004.ckpt")
     assert checkpoints(tmp_path, 0) == checkpoints(tmp_path, 2) == []
     assert not list(disk(tmp_path, 0).iterdir())
 
 
 @pytest.mark.thorough
-def test_nodes_that_change_places(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
+def test_nodes_that_change_places(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None:
     pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4, replicas=0)
     rest = pool.run(4, train, tmp_path, [1, 0, 1, 0], TP, seed=8)
-    assert_goes_on(whole, rest, (1, 2), "step=00000004.ckpt")
+    assert_goes_on(whole(2), rest, (1, 2), "step=00000004.ckpt")
 
 
 def test_a_node_less(pool: WorkerPool, tmp_path: Path) -> None:
@@ -71,19 +89,19 @@ def test_a_node_less(pool: WorkerPool, tmp_path: Path) -> None:
     assert [min(points) for points, _ in rest] == [(1, 2)] * 2
 
 
-def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
+def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None:
     """One copy is as good as another; where none is good, the checkpoint before is taken."""
-    pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4)
+    pool.run(2, train, tmp_path, [0, 1], TP, crash=4)
     newest = [checkpoints(tmp_path, node)[-1] for node in (0, 1)]
-    flip(newest[0] / "__1_0.distcp", 900)
-    (newest[1] / "__2_0.distcp").unlink()
-    rest = pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4, seed=8)
+    flip(newest[0] / "__0_0.distcp", 900)
+    (newest[1] / "__1_0.distcp").unlink()
+    rest = pool.run(2, train, tmp_path, [0, 1], TP, crash=4, seed=8)
     assert begun_at(rest) == {"step=00000004.ckpt"}
-    assert (newest[0] / "__1_0.distcp.corrupt").exists()
+    assert (newest[0] / "__0_0.distcp.corrupt").exists()
     for path in newest:
-        flip(path / "__3_0.distcp", 900)
-    rest = pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, seed=8)
-    assert_goes_on(whole, rest, (1, 0), "step=00000003.ckpt")
+        flip(path / "__1_0.distcp", 900)
+    rest = pool.run(2, train, tmp_path, [0, 1], TP, seed=8)
+    assert_goes_on(whole(1), rest, (1, 0), "step=00000003.ckpt")
 
 
 class Mixed(nn.Module):
@@ -105,14 +123,18 @@ class NoisyExperts(Noisy):
         self.net = PipelineSequential(layers=[Block(), Mixed(), Block()])
 
 
-def test_experts_of_a_lost_node(pool: WorkerPool, tmp_path: Path) -> None:
-    """Each node has all experts, cut by ZeRO, and a copy of the other's files."""
-    nodes, layout = [0, 0, 1, 1], {"ep": 2, "zero": 2}
+@pytest.mark.parametrize("ranks", RANKS)
+def test_experts_of_a_lost_node(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
+    """Of two ranks on a node, it has all experts, cut by ZeRO; and a copy of the other's files."""
+    nodes, layout = on_nodes(0, 1, ranks=ranks), {"ep": 2, "zero": 2}
     options: dict[str, Any] = {"module": NoisyExperts}
-    whole = pool.run(4, train, tmp_path / "whole", nodes, layout, ckpt_path=None, **options)
-    pool.run(4, train, tmp_path, nodes, layout, crash=4, **options)
+    whole = pool.run(
+        len(nodes), train, tmp_path / "whole", nodes, layout, ckpt_path=None, **options
+    )
+    pool.run(len(nodes), train, tmp_path, nodes, layout, crash=4, **options)
     lose(tmp_path, 1)
-    rest = pool.run(4, train, tmp_path, [2, 2, 0, 0], layout, seed=8, **options)
+    others = on_nodes(2, 0, ranks=ranks)
+    rest = pool.run(len(nodes), train, tmp_path, others, layout, seed=8, **options)
     assert_goes_on(whole, rest, (1, 2), "step=00000004.ckpt")
 
 
@@ -123,7 +145,21 @@ class Looking(Noisy):
         self.sums = [float(value.sum()) for value in checkpoint["state_dict"].values()]
 
 
-@pytest.mark.parametrize("module", [Noisy, pytest.param(Looking, marks=pytest.mark.thorough)])
+def test_two_nodes_of_which_none_has_all(pool: WorkerPool, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"pp": 2, "num_microbatches": 2}
+    options: dict[str, Any] = {"shared_every": 2, "replicas": 0}
+    pool.run(2, train, tmp_path, [0, 1], layout, crash=3, **options)
+    kept = [{p.name for p in checkpoints(tmp_path, node)[-1].glob("*.distcp")} for node in (0, 1)]
+    assert [len(names) for names in kept] == [1, 1]
+    rest = pool.run(2, train, tmp_path, [1, 0], layout, crash=5, **options)
+    assert begun_at(rest) == {"step=00000003.ckpt"}
+    lose(tmp_path, 0)
+    rest = pool.run(2, train, tmp_path, [1, 2], layout, **options)
+    assert begun_at(rest) == {"step=4.ckpt"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("module", [Noisy, Looking])
 def test_four_nodes_of_which_none_has_all(
     pool: WorkerPool, tmp_path: Path, module: type[LightningModule]
 ) -> None:

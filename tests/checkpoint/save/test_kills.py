@@ -10,8 +10,15 @@ KILLS = int(os.environ.get("LM_TEST_KILLS", "50"))
 """Of all cases together."""
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("mode", "size"),
+    [
+        ("sync", 1),
+        ("async", 2),
+        pytest.param("async", 1, marks=pytest.mark.thorough),
+        pytest.param("sync", 2, marks=pytest.mark.thorough),
+    ],
+)
 def test_killed_at_random_times_while_saving(pool, tmp_path, mode, size):
     directory = tmp_path / "run"
     directory.mkdir()

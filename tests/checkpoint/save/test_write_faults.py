@@ -14,6 +14,7 @@ from lightning_megatron.checkpoint.save.saver import Saver
 from tests.checkpoint.faults import (
     FAILS_AT,
     FAULTS,
+    SAVES,
     STEPS,
     can_mount,
     ends_job,
@@ -22,13 +23,18 @@ from tests.checkpoint.faults import (
 )
 
 
+@pytest.mark.parametrize("pairs", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_training_goes_on_with_one_warning_a_failure(pool, tmp_path, kind):
+def test_training_goes_on_with_one_warning_a_failure(pool, tmp_path, kind, pairs):
     if kind == "read-only" and not can_mount():
         pytest.skip("the system does not let us mount")
     secret = "hunter2-xyzzy"
-    first, second = pool.run(2, goes_on_job, tmp_path, kind, env={"API_TOKEN": secret})
-    assert len(first) == 6
+    saves = SAVES
+    if pairs:  # every kind meets both modes, and every way is met by a kind
+        begin = 2 * [*FAULTS].index(kind)
+        saves = [SAVES[begin % 6], SAVES[(begin + 1) % 6]]
+    first, second = pool.run(2, goes_on_job, tmp_path, kind, saves, env={"API_TOKEN": secret})
+    assert len(first) == len(saves)
     assert not any(second.values())
     gone = range(1, FAILS_AT + 1) if kind == "deleted" else (FAILS_AT,)
     for name, seen in first.items():
@@ -45,7 +51,9 @@ def test_training_goes_on_with_one_warning_a_failure(pool, tmp_path, kind):
         assert all(load_full_state_dict(directory / one) for one in left)
 
 
-@pytest.mark.parametrize("kind", ["too large", "forbidden"])
+@pytest.mark.parametrize(
+    "kind", ["too large", pytest.param("forbidden", marks=pytest.mark.thorough)]
+)
 def test_training_ends_on_all_ranks_with_the_same_error(pool, tmp_path, kind):
     first, second = pool.run(2, ends_job, tmp_path, kind)
     assert first == second
