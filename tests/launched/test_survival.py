@@ -14,7 +14,14 @@ from tests.launched.forked import ENDS, Left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-scenarios = pytest.mark.parametrize("launched", ["scenarios"], indirect=True)
+smokes = pytest.mark.parametrize("launched", ["smokes"], indirect=True)
+
+
+def scenarios(test: Any) -> Any:
+    """Decorator of a test that looks at a scenario of the long job."""
+    test = pytest.mark.parametrize("launched", ["scenarios"], indirect=True)(test)
+    return pytest.mark.thorough(test)
+
 
 STEPS = list(range(1, 9))
 
@@ -77,11 +84,14 @@ def steps_of(lines: list[Any]) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-@scenarios
+@pytest.mark.parametrize(
+    ("launched", "rendezvous"),
+    [("smokes", "static"), pytest.param("scenarios", "c10d", marks=pytest.mark.thorough)],
+    indirect=["launched"],
+)
 def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
     left = launched[f"killed, {rendezvous}"]
-    assert [rank for _, rank, _ in left.kills] == [1], left.texts[0][-3000:]
+    assert [rank for _, rank in left.kills] == [1], left.texts[0][-3000:]
     assert faults_of(left, launched["undisturbed"]) == []
     assert steps_of(left.curves[0]) == {0: [1, 2, 3, 4, 5], 1: [5, 6, 7, 8]}
     assert "=== root cause: rank 1 (" in left.texts[0]
@@ -94,7 +104,7 @@ def test_a_killed_pipeline_goes_on_where_it_was(launched: dict[str, Left]) -> No
     [launch], [text] = left.launches, left.texts
     assert launch.code == 0, text[-5000:]
     assert "finished at step 8" in text
-    assert [rank for _, rank, _ in left.kills] == [1, 0]
+    assert [rank for _, rank in left.kills] == [1, 0]
     assert steps_of(left.losses) == {0: [1, 2, 3, 4, 5], 2: [5, 6, 7, 8]}
     # Step 5 was done twice, to the bit.
     assert len({loss for _, step, loss in left.losses if step == 5}) == 1
@@ -143,13 +153,13 @@ def test_kills_that_let_nothing_be_done(launched: dict[str, Left]) -> None:
     left = launched["killed without progress"]
     [launch], [text] = left.launches, left.texts
     assert [step for _, step, *_ in left.curves[0]] == [1, 2, 3, 4, 5]
-    assert [rank for _, rank, _ in left.kills] == [1, 0, 1, 0]
+    assert [rank for _, rank in left.kills] == [1, 0, 1, 0]
     assert launch.code != 0
     assert not launch.left_over
     assert "restarts end: 3 attempts in a row ended without a step beyond step 5" in text
 
 
-@scenarios
+@smokes
 def test_a_node_less(launched: dict[str, Left]) -> None:
     """The other goes on alone, with the same batches: every sample once in an epoch."""
     left, whole = launched["shrunk"], launched["undisturbed"]
@@ -166,5 +176,4 @@ def test_a_node_less(launched: dict[str, Left]) -> None:
         assert sorted(together[step]) == sorted(expected)
     for epoch in (STEPS[:4], STEPS[4:]):
         assert sorted(n for step in epoch for n in together[step]) == list(range(32))
-    assert left.gap_s < 90  # 30 on a machine that does nothing else
     assert re.search(r"1 process connected over gloo, attempt \d", left.texts[0])
