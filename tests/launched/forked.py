@@ -1,9 +1,10 @@
 """Launches of `tests.launched.training` that are forked from a process with all imports done.
 
-``python -m tests.launched.forked FOLDER [NAME...]`` runs `SCENARIOS`, or those that are
-named after the folder, and leaves ``scenarios.pickle`` there. The launchers are the real ones: torchrun's command with ``--start-method fork
---run-path``, by which it forks its workers as well, and Lightning's, whose children are new
-interpreters whatever one does. So a restart takes the time that it takes without the imports.
+``python -m tests.launched.forked FOLDER [NAME...]`` runs `SCENARIOS`, or those that are named after
+the folder, and leaves ``scenarios.pickle`` there. The launchers are the real ones: torchrun's
+command with ``--start-method fork --run-path``, by which it forks its workers as well, and
+Lightning's, whose children are new interpreters whatever one does. So a restart takes the time that
+it takes without the imports.
 
 A scenario is a generator that yields the processes whose end it waits for.
 """

@@ -126,16 +126,30 @@ def preempt_and_resume(
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout", "workers"),
-    [(1, {}, 0), (2, {"zero": 2}, 2), (2, {"pp": 2, "num_microbatches": 2}, 0)],
-    ids=str,
+    ("devices", "layout", "workers", "points"),
+    [
+        (1, {}, 0, list(POINTS)),
+        (2, {"zero": 2}, 1, ["amid an accumulation"]),
+        (
+            2,
+            {"pp": 2, "num_microbatches": 2},
+            0,
+            ["in validation", "in the last batch of an epoch"],
+        ),
+        *(
+            pytest.param(2, layout, 2, list(POINTS), marks=pytest.mark.thorough)
+            for layout in ({"zero": 2}, {"pp": 2, "num_microbatches": 2})
+        ),
+    ],
 )
 def test_the_run_that_goes_on_takes_the_same_steps_and_validates_as_often(
-    pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any], workers: int
+    pool: WorkerPool,
+    tmp_path: Path,
+    devices: int,
+    layout: dict[str, Any],
+    workers: int,
+    points: list[str],
 ) -> None:
-    points = list(POINTS)
-    if devices > 1:
-        points = ["amid an accumulation", "in validation", "in the last batch of an epoch"]
     by_rank = pool.run(devices, preempt_and_resume, layout, devices, workers, points, str(tmp_path))
     assert by_rank == [{point: [] for point in points}] * devices
 

@@ -175,13 +175,13 @@ def test_a_worker_takes_signals_from_its_parent_only() -> None:
     ready = FORK.Event()
     worker = FORK.Process(target=_work, args=(ready,), daemon=True)
     worker.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     for name in ("TERM", "USR1", "USR2", "INT"):  # by a process that is not its parent
         subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
     time.sleep(0.2)
     assert worker.is_alive()
     worker.terminate()
-    worker.join(30)
+    worker.join(120)
     assert worker.exitcode == 0
 
 
