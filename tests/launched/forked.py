@@ -162,7 +162,7 @@ def look(folder: Path, *launches: Launch) -> Left:
         kills=lines("kills.jsonl"),
         runs=[name for names in lines("runs.jsonl") for name in names],
         saved=sorted(path.name for path in folder.rglob("preempted-*")),
-        losses=lines("losses.jsonl"),
+        losses=[line[:3] for line in lines("losses.jsonl")],
         listening=[
             address
             for path in folder.glob("listening*.json")

@@ -191,7 +191,7 @@ def failure_under_torchrun(folder: Path) -> Finished:
 
 def smokes(folder: Path) -> dict[str, Any]:
     """The scenarios of `tests.launched.forked` that the default selection looks at."""
-    return forked(folder, "undisturbed", "killed, static", "shrunk")
+    return forked(folder, "undisturbed", "shrunk", "killed, static", "Lightning, killed first rank")
 
 
 def scenarios(folder: Path) -> dict[str, Any]:

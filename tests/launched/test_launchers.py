@@ -7,7 +7,7 @@ import pytest
 
 from tests.launched.jobs import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 two_trainers_then_a_failure = pytest.mark.parametrize(
     "launched", ["two_trainers_then_a_failure"], indirect=True
@@ -47,7 +47,6 @@ def test_a_failure_of_a_started_rank_ends_the_job(launched: tuple[Finished, Any]
     ends_with_its_traceback(launched[0], "forward")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "launched", ["failure_of_the_first_rank", "failure_under_torchrun"], indirect=True
 )
@@ -55,7 +54,6 @@ def test_a_failure_of_the_first_rank_ends_a_busy_peer(launched: Finished) -> Non
     ends_with_its_traceback(launched, "forward")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("launched", ["missing_checkpoint"], indirect=True)
 def test_a_mistake_is_told_once(launched: Finished) -> None:
     """By the processes that Lightning started, too, though each of them has failed."""

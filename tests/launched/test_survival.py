@@ -91,7 +91,7 @@ def steps_of(lines: list[Any]) -> dict[int, list[int]]:
 )
 def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
     left = launched[f"killed, {rendezvous}"]
-    assert [rank for _, rank in left.kills] == [1], left.texts[0][-3000:]
+    assert [rank for _, rank, _ in left.kills] == [1], left.texts[0][-3000:]
     assert faults_of(left, launched["undisturbed"]) == []
     assert steps_of(left.curves[0]) == {0: [1, 2, 3, 4, 5], 1: [5, 6, 7, 8]}
     assert "=== root cause: rank 1 (" in left.texts[0]
@@ -104,14 +104,14 @@ def test_a_killed_pipeline_goes_on_where_it_was(launched: dict[str, Left]) -> No
     [launch], [text] = left.launches, left.texts
     assert launch.code == 0, text[-5000:]
     assert "finished at step 8" in text
-    assert [rank for _, rank in left.kills] == [1, 0]
+    assert [rank for _, rank, _ in left.kills] == [1, 0]
     assert steps_of(left.losses) == {0: [1, 2, 3, 4, 5], 2: [5, 6, 7, 8]}
     # Step 5 was done twice, to the bit.
     assert len({loss for _, step, loss in left.losses if step == 5}) == 1
     assert "=== root cause: rank 1 (" in text
 
 
-@scenarios
+@smokes
 def test_the_death_of_the_first_rank_ends_the_others(launched: dict[str, Left]) -> None:
     """Nobody is left who could have ended them; the death is named before what comes of it."""
     left = launched["Lightning, killed first rank"]
@@ -122,7 +122,7 @@ def test_the_death_of_the_first_rank_ends_the_others(launched: dict[str, Left]) 
     assert "finished" not in text
 
 
-@scenarios
+@smokes
 def test_processes_of_one_machine_listen_on_loopback_only(launched: dict[str, Left]) -> None:
     """And with them the store of Lightning's first rank."""
     listening = launched["Lightning, killed first rank"].listening
@@ -153,7 +153,7 @@ def test_kills_that_let_nothing_be_done(launched: dict[str, Left]) -> None:
     left = launched["killed without progress"]
     [launch], [text] = left.launches, left.texts
     assert [step for _, step, *_ in left.curves[0]] == [1, 2, 3, 4, 5]
-    assert [rank for _, rank in left.kills] == [1, 0, 1, 0]
+    assert [rank for _, rank, _ in left.kills] == [1, 0, 1, 0]
     assert launch.code != 0
     assert not launch.left_over
     assert "restarts end: 3 attempts in a row ended without a step beyond step 5" in text

@@ -8,7 +8,7 @@ that all random generators touch, with ``workers``; ``policy``, options of `Rest
 rank kills itself. ``falls``: such starts in which rank 1 dies before it has met the others.
 ``strike``: a rank, a step, whom it signals (``self``, ``launcher``, ``group``), and the signal.
 
-Rank 0 appends attempt, step and loss to ``losses.jsonl``; every rank, to files with its
+Rank 0 appends attempt, step, loss and time to ``losses.jsonl``; every rank, to files with its
 number, its steps (``curve``), the addresses that it listens at, and how it ended (``codes``).
 """
 
@@ -74,7 +74,7 @@ class Kills(pl.Callback):
     def _maybe(self, trainer: pl.Trainer, step: int) -> None:
         number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if number < len(self.plan) and self.plan[number] == [trainer.global_rank, step]:
-            append("kills.jsonl", [number, trainer.global_rank])
+            append("kills.jsonl", [number, trainer.global_rank, time.time()])
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -120,7 +120,7 @@ class Notes(pl.Callback):
         number, step = trainer.strategy.attempt.number, trainer.global_step  # type: ignore[attr-defined]
         loss = float(outputs["loss"])
         if trainer.is_global_zero:
-            append("losses.jsonl", [number, step, loss])
+            append("losses.jsonl", [number, step, loss, time.time()])
         if isinstance(pl_module, NoisySmall):
             line = [number, step, loss.hex(), batch[1].tolist()]
             append(f"curve{trainer.global_rank}.jsonl", line)

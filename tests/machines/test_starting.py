@@ -14,7 +14,7 @@ import pytest
 
 from tests.machines import Machines, needs_machines
 
-pytestmark = [needs_machines, pytest.mark.timeout(1800)]
+pytestmark = [needs_machines, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 FIRST = "10.77.0.1"
 WRONG = 2
@@ -108,7 +108,6 @@ def test_names_that_lead_nowhere_and_mistakes(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.thorough
 def test_more_mistakes(tmp_path: Path) -> None:
     slurm = {
         "SLURM_JOB_ID": "17",
@@ -162,7 +161,6 @@ def test_more_mistakes(tmp_path: Path) -> None:
     assert not any("MASTER_ADDR" in text for text in ended["slurm_nodes"].texts)
 
 
-@pytest.mark.thorough
 def test_a_checkpoint_saved_by_hand_where_machines_share_nothing(tmp_path: Path) -> None:
     private = tmp_path / "private"
     with Machines(2, tmp_path, private=[private]) as machines:
@@ -173,7 +171,6 @@ def test_a_checkpoint_saved_by_hand_where_machines_share_nothing(tmp_path: Path)
         assert "it was deleted meanwhile, or not all machines share it" in text
 
 
-@pytest.mark.thorough
 def test_hosts_without_names(tmp_path: Path) -> None:
     with Machines(2, tmp_path, hosts="none") as machines:
         ended = start(
@@ -185,7 +182,6 @@ def test_hosts_without_names(tmp_path: Path) -> None:
     ended["named"].said("MASTER_ADDR=node0")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("node_ranks", [(0, 1, 1), (0, 0, 1)])
 def test_a_node_rank_twice(tmp_path: Path, node_ranks: tuple[int, ...]) -> None:
     with Machines(3, tmp_path) as machines:
@@ -195,7 +191,6 @@ def test_a_node_rank_twice(tmp_path: Path, node_ranks: tuple[int, ...]) -> None:
     ended.said(sentence)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["debian", "none"])
 def test_torchrun(tmp_path: Path, hosts: Any) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
@@ -211,7 +206,6 @@ def test_torchrun(tmp_path: Path, hosts: Any) -> None:
     check_trained(Ended(list(codes), list(texts)))
 
 
-@pytest.mark.thorough
 def test_machines_without_ipv4(tmp_path: Path) -> None:
     with Machines(2, tmp_path, hosts="none") as machines:
         for machine in machines:

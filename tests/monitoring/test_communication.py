@@ -148,32 +148,40 @@ MESSAGES = GLOBAL_BATCH * WIDTH * 8
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "total", "between"),
+    ("layout", "expected"),
     [
         # Two nodes of two ranks: of a ring one rank of each node sends to the other node.
-        ({"zero": 0}, "dp", 4 * 1.5 * (WHOLE + FLAGS), 2 * 1.5 * (WHOLE + FLAGS)),
+        ({"zero": 0}, {"dp": (4 * 1.5 * (WHOLE + FLAGS), 2 * 1.5 * (WHOLE + FLAGS))}),
         # In two levels: a node's sums, and its rows, go to the other node once.
-        ({"zero": 1}, "dp", 4 * (1.5 * WHOLE + 3 * FLAGS), 4 * (WHOLE / 2 + FLAGS)),
+        ({"zero": 1}, {"dp": (4 * (1.5 * WHOLE + 3 * FLAGS), 4 * (WHOLE / 2 + FLAGS))}),
         # Shards are summed over the copies, each of which is on a node of its own.
         (
             {"zero": ShardingConfig(stage=1, dp_replicate=2)},
-            "dp",
-            4 * (1.5 * WHOLE + 2 * FLAGS),
-            4 * (WHOLE / 2 + FLAGS),
+            {"dp": (4 * (1.5 * WHOLE + 2 * FLAGS), 4 * (WHOLE / 2 + FLAGS))},
         ),
         # Ranks 0 and 1 are the last stages of two pipelines.
-        ({"pp": 2, "num_microbatches": 2}, "pp", 2 * MESSAGES + 8 * 64, 2 * MESSAGES + 8 * 64),
-        ({"pp": 2, "num_microbatches": 2}, "dp", 2 * WHOLE + 2 * FLAGS, 0),
-        ({"pp": 4, "num_microbatches": 2}, "pp", 6 * MESSAGES + 12 * 64, 2 * MESSAGES + 4 * 64),
+        (
+            {"pp": 2, "num_microbatches": 2},
+            {
+                "pp": (2 * MESSAGES + 8 * 64, 2 * MESSAGES + 8 * 64),
+                "dp": (2 * WHOLE + 2 * FLAGS, 0),
+            },
+        ),
+        (
+            {"pp": 4, "num_microbatches": 2},
+            {"pp": (6 * MESSAGES + 12 * 64, 2 * MESSAGES + 4 * 64)},
+        ),
     ],
 )
 def test_bytes_between_nodes_are_those_of_the_formula(
-    pool: WorkerPool, layout: dict[str, Any], kind: str, total: float, between: float
+    pool: WorkerPool, layout: dict[str, Any], expected: dict[str, tuple[float, float]]
 ) -> None:
+    """In all, and between nodes."""
     found = pool.run(4, of_node, layout, 4)[0]
-    inter, intra = (4 * found[f"comm/{x}_node_mib/{kind}"] * MIB for x in ("inter", "intra"))
-    assert inter + intra == pytest.approx(4 * found[f"comm/mib/{kind}"] * MIB)
-    assert (inter + intra, inter) == pytest.approx((total, between), abs=8)
+    for kind, total_and_between in expected.items():
+        inter, intra = (4 * found[f"comm/{x}_node_mib/{kind}"] * MIB for x in ("inter", "intra"))
+        assert inter + intra == pytest.approx(4 * found[f"comm/mib/{kind}"] * MIB)
+        assert (inter + intra, inter) == pytest.approx(total_and_between, abs=8)
 
 
 class Wide(Small):
