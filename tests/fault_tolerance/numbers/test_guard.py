@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
     "zero 0": (2, {"zero": 0}),
     "zero 1, 2 microbatches": (2, {"zero": 1, "num_microbatches": 2}),
+    "zero 2, 2 microbatches": (2, {"zero": 2, "num_microbatches": 2}),
     "zero 3": (2, {"zero": 3}),
     "pp=2 dp=2 zero 2": (4, {"pp": 2, "zero": 2, "num_microbatches": 2}),
 }
@@ -65,7 +66,13 @@ def skipping(
     return differences(state_of(trainer), expected), logged, [f.detail for f in guard.faults]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if devices > 2 else name
+        for name, (devices, _) in LAYOUTS.items()
+    ],
+)
 def test_skip_leaves_what_a_run_without_the_batch_leaves(pool: WorkerPool, name: str) -> None:
     devices, layout = LAYOUTS[name]
     by_rank = pool.run(devices, skipping, layout, devices)
