@@ -146,7 +146,7 @@ def missing_checkpoint(folder: Path) -> Finished:
 
 _FAILURE = """
 from tests.strategy.test_errors import explode
-explode({"pp": 2}, 2, %r, %r, %r)
+explode(%r, 2, "forward", %r, %r)
 print("finished")
 """
 
@@ -174,19 +174,19 @@ torch.save((len(own), names), f"done{trainer.global_rank}.pt")
 
 def two_trainers_then_a_failure(folder: Path) -> tuple[Finished, dict[str, Any]]:
     """The output, and what each rank wrote before the failure of the last."""
-    done = python(_TWO_TRAINERS + _FAILURE % ("forward", 1, False), folder)
+    done = python(_TWO_TRAINERS + _FAILURE % ({"pp": 2}, 1, False), folder)
     return done, {path.name: torch.load(path) for path in folder.glob("done*.pt")}
 
 
 def failure_of_the_first_rank(folder: Path) -> Finished:
     """Its peer is busy and does not notice."""
-    return python(_FAILURE % ("forward", 0, True), folder)
+    return python(_FAILURE % ({"zero": 1}, 0, True), folder)
 
 
 def failure_under_torchrun(folder: Path) -> Finished:
     """The same under another launcher."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    return python(_FAILURE % ("forward", 0, True), folder, *torchrun)
+    return python(_FAILURE % ({"zero": 1}, 0, True), folder, *torchrun)
 
 
 def smokes(folder: Path) -> dict[str, Any]:
