@@ -39,7 +39,7 @@ def start(
 
 
 def end(process: "subprocess.Popen[str]") -> tuple[int, list[str]]:
-    printed, said = process.communicate(timeout=60)
+    printed, said = process.communicate(timeout=240)
     assert printed == "x=0: caught\n"
     return process.returncode, said.splitlines()
 
@@ -96,7 +96,7 @@ def test_rank_0_speaks(tmp_path: Path) -> None:
     assert quiet.stdout.readline() == "x=0: caught\n"  # on a busy machine it may have just begun
     assert quiet.poll() is None
     quiet.send_signal(signal.SIGTERM)
-    printed, said = quiet.communicate(timeout=60)
+    printed, said = quiet.communicate(timeout=240)
     assert (quiet.returncode, printed, said) == (-signal.SIGTERM, "", "")
 
 
@@ -113,7 +113,7 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     action = f'{both}error = ConfigError("x=1: wrong")\nerror.told_by_rank_0 = True\nraise error'
     process = start(action, tmp_path, *torchrun)
-    printed, said = process.communicate(timeout=120)
+    printed, said = process.communicate(timeout=240)
     assert printed == 2 * "x=0: caught\n"
     assert process.returncode == 1  # torchrun's own
     assert said.count("x=1: wrong") == 1

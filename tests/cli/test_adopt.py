@@ -74,7 +74,7 @@ def test_without_an_example_the_structure_decides(capsys):
 
 @pytest.mark.parametrize(
     ("tp", "pp"),
-    [(2, 2), *(pytest.param(*d, marks=pytest.mark.thorough) for d in ((1, 1), (2, 1)))],
+    [(2, 1), (1, 2), *(pytest.param(*d, marks=pytest.mark.thorough) for d in ((1, 1), (2, 2)))],
 )
 def test_bytes_are_those_that_a_rank_holds(pool, capsys, tp, pp):
     from tests.adoption.test_plain import held

@@ -52,9 +52,7 @@ def test_command_inherits_the_faults_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_end_of_the_time(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    assert run_command(["sleep", "100"], [], tmp_path / "x", limit_s=0.2) is None
-    assert time.monotonic() - begun < 60
+    assert run_command(["sleep", "3600"], [], tmp_path / "x", limit_s=0.2) is None
 
 
 def test_a_terminated_rehearsal_leaves_nothing(tmp_path: Path) -> None:
@@ -62,7 +60,7 @@ def test_a_terminated_rehearsal_leaves_nothing(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         try:
             run_command(
-                ["sleep", "100"],
+                ["sleep", "3600"],
                 [],
                 tmp_path / "x",
                 on_start=lambda pid: os.write(writing, b"%d" % pid) and None,
@@ -70,7 +68,6 @@ def test_a_terminated_rehearsal_leaves_nothing(tmp_path: Path) -> None:
         finally:
             os._exit(0)
     slept = int(os.read(reading, 20))
-    time.sleep(0.2)
     os.kill(child, signal.SIGTERM)
     os.waitpid(child, 0)
     assert not Path(f"/proc/{slept}").exists()

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def test_collectives_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sleep(*args: Any) -> Any:
         process = doctor.subprocess.Popen(
-            ["sleep", "100"],
+            ["sleep", "3600"],
             stdout=doctor.subprocess.PIPE,
             stderr=doctor.subprocess.PIPE,
             text=True,
@@ -126,9 +125,7 @@ def test_collectives_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
         return process
 
     monkeypatch.setattr(doctor, "_start", sleep)
-    begun = time.monotonic()
     [finding] = doctor.bandwidth(2, limit_s=0.3)
-    assert time.monotonic() - begun < 60
     assert (finding.level, "no result within" in finding.text) == ("bad", True)
     assert all(process.poll() is not None for process in started)
     assert not any(os.path.exists(f"/proc/{process.pid}") for process in started)

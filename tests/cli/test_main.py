@@ -224,7 +224,7 @@ def test_an_environment_without_torch(command: str, said: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert said in done.stdout + done.stderr

@@ -28,8 +28,14 @@ def trained(
 
 @pytest.mark.parametrize(
     ("devices", "layout"),
-    [(1, {}), (2, {"zero": 3}), (2, {"tp": 2}), (4, {"pp": 2, "zero": 1})],
-    ids=["one process", "zero 3", "tp=2", "pp=2 x dp=2"],
+    [
+        (1, {}),
+        (2, {"zero": 3}),
+        (2, {"pp": 2}),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.thorough),
+        pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),
+    ],
+    ids=["one process", "zero 3", "pp=2", "tp=2", "pp=2 x dp=2"],
 )
 def test_a_run_without_faults_is_the_same_to_the_bit(
     pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any]

@@ -1,9 +1,10 @@
 """Launches of `tests.launched.training` that are forked from a process with all imports done.
 
-``python -m tests.launched.forked FOLDER`` runs all `SCENARIOS` and leaves ``scenarios.pickle`` in
-the folder. The launchers are the real ones: torchrun's command with ``--start-method fork
---run-path``, by which it forks its workers as well, and Lightning's, whose children are new
-interpreters whatever one does. So a restart takes the time that it takes without the imports.
+``python -m tests.launched.forked FOLDER [NAME...]`` runs `SCENARIOS`, or those that are named after
+the folder, and leaves ``scenarios.pickle`` there. The launchers are the real ones: torchrun's
+command with ``--start-method fork --run-path``, by which it forks its workers as well, and
+Lightning's, whose children are new interpreters whatever one does. So a restart takes the time that
+it takes without the imports.
 
 A scenario is a generator that yields the processes whose end it waits for.
 """
@@ -43,7 +44,6 @@ class Launch:
     log: Path
     begun: float = field(default_factory=time.monotonic)
     code: int | None = None
-    seconds: float = 0.0
     left_over: bool = False
     """Whether a process of the session has outlived the launcher."""
 
@@ -60,7 +60,6 @@ class Launch:
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
             self.code = os.waitstatus_to_exitcode(status)
-            self.seconds = time.monotonic() - self.begun
             self.left_over = not self._others_end()
         return bool(ended)
 
@@ -128,12 +127,6 @@ def _be_launcher(folder: Path, log: Path, arguments: list[str], launcher: tuple[
 # What is left behind -----------------------------------------------------------------------------
 
 
-def longest_gap(losses: list[Any]) -> float:
-    """Seconds between the steps of two attempts; 0 if there was only one."""
-    pairs = zip(losses, losses[1:], strict=False)
-    return max((b[3] - a[3] for a, b in pairs if b[0] != a[0]), default=0.0)
-
-
 @dataclass(kw_only=True)
 class Left:
     """What a training left behind."""
@@ -148,8 +141,6 @@ class Left:
     kills: list[Any]
     runs: list[str]
     """Ids of the run, as rank 0 and its events have them, of all attempts."""
-    gap_s: float
-    """From the last step of an attempt to the first of the next."""
     saved: list[str]
     """Names of the checkpoints that a signal brought about."""
     losses: list[Any]
@@ -170,7 +161,6 @@ def look(folder: Path, *launches: Launch) -> Left:
         codes=[[code for [code] in lines(f"codes{rank}.jsonl")] for rank in range(2)],
         kills=lines("kills.jsonl"),
         runs=[name for names in lines("runs.jsonl") for name in names],
-        gap_s=longest_gap(lines("losses.jsonl")),
         saved=sorted(path.name for path in folder.rglob("preempted-*")),
         losses=[line[:3] for line in lines("losses.jsonl")],
         listening=[

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,8 @@ class Finished:
     code: int
     text: str
     """Standard output and standard error, as they came."""
-    seconds: float
-    failed_after: float | None
-    """Seconds until the first line that names an `Explosion`."""
+    overdue: bool
+    """Whether a process of it was there at the limit, and was killed."""
 
 
 def command(arguments: list[str], folder: Path, limit_s: float = LIMIT_S) -> Finished:
@@ -50,7 +48,12 @@ def command(arguments: list[str], folder: Path, limit_s: float = LIMIT_S) -> Fin
         if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    text, failed_after, begun = "", None, time.monotonic()
+    overdue = threading.Event()
+
+    def end() -> None:
+        overdue.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
     with subprocess.Popen(
         arguments,
         env=environment,
@@ -62,19 +65,14 @@ def command(arguments: list[str], folder: Path, limit_s: float = LIMIT_S) -> Fin
     ) as process:
         assert process.stdout is not None
         RUNNING.add(process)
-        watchdog = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+        watchdog = threading.Timer(limit_s, end)
         watchdog.start()
         # The output ends when the last process has closed its end of the pipe.
-        for line in process.stdout:
-            text += line
-            if "Explosion: boom" in line and failed_after is None:
-                failed_after = time.monotonic() - begun
+        text = process.stdout.read()
         code = process.wait()
         watchdog.cancel()
         RUNNING.discard(process)
-    return Finished(
-        code=code, text=text, seconds=time.monotonic() - begun, failed_after=failed_after
-    )
+    return Finished(code=code, text=text, overdue=overdue.is_set())
 
 
 def succeed(arguments: list[str], folder: Path) -> str:
@@ -148,7 +146,7 @@ def missing_checkpoint(folder: Path) -> Finished:
 
 _FAILURE = """
 from tests.strategy.test_errors import explode
-explode({"pp": 2}, 2, %r, %r, %r)
+explode(%r, 2, "forward", %r, %r)
 print("finished")
 """
 
@@ -176,24 +174,35 @@ torch.save((len(own), names), f"done{trainer.global_rank}.pt")
 
 def two_trainers_then_a_failure(folder: Path) -> tuple[Finished, dict[str, Any]]:
     """The output, and what each rank wrote before the failure of the last."""
-    done = python(_TWO_TRAINERS + _FAILURE % ("forward", 1, False), folder)
+    done = python(_TWO_TRAINERS + _FAILURE % ({"pp": 2}, 1, False), folder)
     return done, {path.name: torch.load(path) for path in folder.glob("done*.pt")}
 
 
 def failure_of_the_first_rank(folder: Path) -> Finished:
     """Its peer is busy and does not notice."""
-    return python(_FAILURE % ("forward", 0, True), folder)
+    return python(_FAILURE % ({"zero": 1}, 0, True), folder)
 
 
 def failure_under_torchrun(folder: Path) -> Finished:
     """The same under another launcher."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    return python(_FAILURE % ("forward", 0, True), folder, *torchrun)
+    return python(_FAILURE % ({"zero": 1}, 0, True), folder, *torchrun)
+
+
+def smokes(folder: Path) -> dict[str, Any]:
+    """The scenarios of `tests.launched.forked` that the default selection looks at."""
+    return forked(folder, "undisturbed", "shrunk", "killed, static", "Lightning, killed first rank")
 
 
 def scenarios(folder: Path) -> dict[str, Any]:
-    """Those of `tests.launched.forked`, in one process that imports for all of them."""
-    done = command([sys.executable, "-m", "tests.launched.forked", str(folder)], folder, 1500.0)
+    """All scenarios of `tests.launched.forked`."""
+    return forked(folder)
+
+
+def forked(folder: Path, *names: str) -> dict[str, Any]:
+    """What scenarios return that one process, which imports for all of them, runs."""
+    call = [sys.executable, "-m", "tests.launched.forked", str(folder), *names]
+    done = command(call, folder, 1500.0)
     assert done.code == 0, done.text[-5000:]
     found: dict[str, Any] = pickle.loads((folder / "scenarios.pickle").read_bytes())
     return found
@@ -210,6 +219,7 @@ JOBS: dict[str, Callable[[Path], Any]] = {
     job.__name__: job
     for job in (
         scenarios,
+        smokes,
         quickstart,
         notebook,
         readme_example,

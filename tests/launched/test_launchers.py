@@ -7,7 +7,7 @@ import pytest
 
 from tests.launched.jobs import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 two_trainers_then_a_failure = pytest.mark.parametrize(
     "launched", ["two_trainers_then_a_failure"], indirect=True
@@ -34,11 +34,9 @@ def test_the_subprocess_launcher_starts_one_process_per_device(
         assert len(names) == 8
 
 
-def ends_soon_with_its_traceback(done: Finished, place: str) -> None:
+def ends_with_its_traceback(done: Finished, place: str) -> None:
     """As a user meets it: one command, which ends with the failing rank's traceback."""
-    assert done.failed_after is not None, done.text
-    # On a machine so busy that the start took longer, the end may as well.
-    assert done.seconds - done.failed_after < max(30, done.failed_after)
+    assert not done.overdue, done.text
     assert done.code != 0
     assert "finished" not in done.text
     assert re.search(rf'in training_step\n.*self._maybe\("{place}"\)', done.text)
@@ -46,14 +44,14 @@ def ends_soon_with_its_traceback(done: Finished, place: str) -> None:
 
 @two_trainers_then_a_failure
 def test_a_failure_of_a_started_rank_ends_the_job(launched: tuple[Finished, Any]) -> None:
-    ends_soon_with_its_traceback(launched[0], "forward")
+    ends_with_its_traceback(launched[0], "forward")
 
 
 @pytest.mark.parametrize(
     "launched", ["failure_of_the_first_rank", "failure_under_torchrun"], indirect=True
 )
 def test_a_failure_of_the_first_rank_ends_a_busy_peer(launched: Finished) -> None:
-    ends_soon_with_its_traceback(launched, "forward")
+    ends_with_its_traceback(launched, "forward")
 
 
 @pytest.mark.parametrize("launched", ["missing_checkpoint"], indirect=True)

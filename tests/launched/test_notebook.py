@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 a_notebook = pytest.mark.parametrize("launched", ["notebook"], indirect=True)
 

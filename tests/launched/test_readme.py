@@ -6,7 +6,7 @@ import pytest
 
 from tests.launched.jobs import Quickstart
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("launched", ["readme_example"], indirect=True)

@@ -14,7 +14,14 @@ from tests.launched.forked import ENDS, Left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-scenarios = pytest.mark.parametrize("launched", ["scenarios"], indirect=True)
+smokes = pytest.mark.parametrize("launched", ["smokes"], indirect=True)
+
+
+def scenarios(test: Any) -> Any:
+    """Decorator of a test that looks at a scenario of the long job."""
+    test = pytest.mark.parametrize("launched", ["scenarios"], indirect=True)(test)
+    return pytest.mark.thorough(test)
+
 
 STEPS = list(range(1, 9))
 
@@ -77,8 +84,11 @@ def steps_of(lines: list[Any]) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-@scenarios
+@pytest.mark.parametrize(
+    ("launched", "rendezvous"),
+    [("smokes", "static"), pytest.param("scenarios", "c10d", marks=pytest.mark.thorough)],
+    indirect=["launched"],
+)
 def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
     left = launched[f"killed, {rendezvous}"]
     assert [rank for _, rank, _ in left.kills] == [1], left.texts[0][-3000:]
@@ -101,7 +111,7 @@ def test_a_killed_pipeline_goes_on_where_it_was(launched: dict[str, Left]) -> No
     assert "=== root cause: rank 1 (" in text
 
 
-@scenarios
+@smokes
 def test_the_death_of_the_first_rank_ends_the_others(launched: dict[str, Left]) -> None:
     """Nobody is left who could have ended them; the death is named before what comes of it."""
     left = launched["Lightning, killed first rank"]
@@ -112,7 +122,7 @@ def test_the_death_of_the_first_rank_ends_the_others(launched: dict[str, Left]) 
     assert "finished" not in text
 
 
-@scenarios
+@smokes
 def test_processes_of_one_machine_listen_on_loopback_only(launched: dict[str, Left]) -> None:
     """And with them the store of Lightning's first rank."""
     listening = launched["Lightning, killed first rank"].listening
@@ -149,7 +159,7 @@ def test_kills_that_let_nothing_be_done(launched: dict[str, Left]) -> None:
     assert "restarts end: 3 attempts in a row ended without a step beyond step 5" in text
 
 
-@scenarios
+@smokes
 def test_a_node_less(launched: dict[str, Left]) -> None:
     """The other goes on alone, with the same batches: every sample once in an epoch."""
     left, whole = launched["shrunk"], launched["undisturbed"]
@@ -166,5 +176,4 @@ def test_a_node_less(launched: dict[str, Left]) -> None:
         assert sorted(together[step]) == sorted(expected)
     for epoch in (STEPS[:4], STEPS[4:]):
         assert sorted(n for step in epoch for n in together[step]) == list(range(32))
-    assert left.gap_s < 90  # 30 on a machine that does nothing else
     assert re.search(r"1 process connected over gloo, attempt \d", left.texts[0])

@@ -10,7 +10,7 @@ import torch
 from tests.machines import Machines, needs_machines
 from tests.machines.machine import Run
 
-pytestmark = [needs_machines, pytest.mark.thorough]
+pytestmark = [needs_machines, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 STEPS = 12
 
@@ -35,12 +35,12 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     with Machines(1, whole) as machines:
         [run] = launch(machines, "1:1", 0.0)
-        assert run.wait(120)[0] == 0, run.output[-5000:]
+        assert run.wait()[0] == 0, run.output[-5000:]
     with Machines(2, lost) as machines:
         first, second = launch(machines, "1:2", 0.5)
-        first.wait_for("step 5 of 2 ranks", 120)
+        first.wait_for("step 5 of 2 ranks")
         machines[1].close()
-        code, output = first.wait(180)
+        code, output = first.wait()
     assert code == 0, output[-8000:]
     steps = [(int(step), int(ranks)) for step, ranks in re.findall(r"step (\d+) of (\d) r", output)]
     before = [step for step, ranks in steps if ranks == 2]
@@ -101,7 +101,7 @@ def test_a_directory_that_all_machines_see_is_on_none(tmp_path: Path) -> None:
             )
             for machine in machines
         ]
-        outputs = [run.wait(100) for run in runs]
+        outputs = [run.wait() for run in runs]
     lines = [[line for line in o.splitlines() if "[c10d]" not in line] for _, o in outputs]
     assert lines[0] == lines[1]
     by_default, asked, fine = lines[0]

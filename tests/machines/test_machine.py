@@ -10,7 +10,7 @@ import pytest
 
 from tests.machines import Machines, needs_machines
 
-pytestmark = needs_machines
+pytestmark = [needs_machines, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 TALK = """
 import pathlib, socket, sys
@@ -21,7 +21,7 @@ if socket.gethostname() == "node0":
     peer, who = listening.accept()
     print(who[0], flush=True)
 else:
-    peer = socket.create_connection((address, 4321), timeout=10)
+    peer = socket.create_connection((address, 4321), timeout=60)
 peer.settimeout(0.5)
 while True:
     peer.sendall(socket.gethostname().encode())
@@ -40,41 +40,40 @@ def test_machines_talk_until_the_cable_is_cut(tmp_path: Path) -> None:
     with Machines(2, tmp_path) as machines:
         first, second = machines
         host = first.start([sys.executable, "-c", TALK, "node0"])
-        host.wait_for("listening", 20)
+        host.wait_for("listening")
         guest = second.start([sys.executable, "-c", TALK, first.address])
-        guest.wait_for("heard node0", 20)
+        guest.wait_for("heard node0")
         assert second.address in host.output
         for silently in (False, True):
             second.cut(silently=silently)
             before = guest.output.count("silence")
-            guest.wait_for("silence\n" * (before + 1), 20)
+            guest.wait_for("silence\n" * (before + 1))
             before = guest.output.count("heard")
             second.mend()
-            until = time.monotonic() + 20
+            until = time.monotonic() + 120
             while guest.output.count("heard") == before and time.monotonic() < until:
                 time.sleep(0.05)
             assert guest.output.count("heard") > before
             guest.log.write_text("heard node0\n")
         guest.signal(signal.SIGKILL)
-        assert guest.wait(20)[0] == -signal.SIGKILL
-        assert host.wait(20)[0] in (0, 1)  # its peer's kernel closes the connection
+        assert guest.wait()[0] == -signal.SIGKILL
+        assert host.wait()[0] in (0, 1)  # its peer's kernel closes the connection
 
 
-@pytest.mark.thorough
 def test_two_of_three_lose_each_other(tmp_path: Path) -> None:
     """Both still reach the third."""
     ask = (
-        "import socket, sys; socket.create_connection((sys.argv[1], 4321), timeout=1); print('ok')"
+        "import socket, sys; socket.create_connection((sys.argv[1], 4321), timeout=5); print('ok')"
     )
     serve = "import socket, time; s = socket.create_server(('', 4321)); print('up'); time.sleep(99)"
 
     def reach(asking: int, asked: int) -> bool:
         run = machines[asking].start([sys.executable, "-c", ask, machines[asked].address])
-        return run.wait(20)[1] == "ok\n"
+        return run.wait()[1] == "ok\n"
 
     with Machines(3, tmp_path) as machines:
         for machine in machines:
-            machine.start([sys.executable, "-c", serve]).wait_for("up", 20)
+            machine.start([sys.executable, "-c", serve]).wait_for("up")
         assert reach(1, 2)
         machines[1].lose(machines[2])
         assert [reach(1, 2), reach(2, 1), reach(1, 0), reach(2, 0)] == [False, False, True, True]
@@ -119,21 +118,19 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     mark = f"until={time.time()}"
     before = Path("/proc/net/dev").read_text().count(":")
     sleep = ["sh", "-c", f": {mark}; sleep 1000 & sleep 1000"]
-    begun = time.monotonic()
     with Machines(2, tmp_path) as machines:
-        assert time.monotonic() - begun < 5
         runs = [machine.start(sleep) for machine in machines]
         machines[0].signal_all(signal.SIGSTOP)
         machines[1].power_off()
         with pytest.raises(TimeoutError, match="gone with its machine"):
-            runs[1].wait(20)
+            runs[1].wait()
         with pytest.raises(TimeoutError, match="did not end in 0.1 s"):
             runs[0].wait(0.1)
         assert any(mark in line for line in processes())
-    with Machines(1, tmp_path, limit_s=0.5) as machines:
+    with Machines(1, tmp_path, limit_s=10) as machines:
         run = machines[0].start(sleep)
         with pytest.raises(TimeoutError, match="was at its `limit_s`"):
-            run.wait(20)
+            run.wait()
     assert not any(mark in line for line in processes())
     assert Path("/proc/net/dev").read_text().count(":") == before
 

@@ -12,8 +12,9 @@ import pytest
 
 from tests.machines import Machine, Machines, Run, needs_machines
 from tests.machines.launches import attempts, lightning, steps
+from tests.machines.machine import PATIENCE_S
 
-pytestmark = needs_machines
+pytestmark = [needs_machines, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 EXIT_CODE = 86
 KILLED = "want of memory"
@@ -24,13 +25,13 @@ def begin(machines: Machines, limit: float, **options: Any) -> list[Run]:
     detector = {"limit": 15, "node_limit": limit}
     runs = lightning(machines, **{"detector": detector, "every": 1, **options})
     for run in runs:
-        run.wait_for("step 5 done", 120)
+        run.wait_for("step 5 done")
     return runs
 
 
 def ends(runs: list[Run], killed: Run | None = None) -> list[str]:
     """Outputs of runs that end because of a hang, but for one that cannot end by itself."""
-    found = [run.wait(90) for run in runs]
+    found = [run.wait() for run in runs]
     codes = [-signal.SIGKILL if run is killed else EXIT_CODE for run in runs]
     assert [code for code, _ in found] == codes, found
     return [output for _, output in found]
@@ -42,7 +43,7 @@ def test_both_ends_of_a_cut_cable_name_the_other(tmp_path: Path) -> None:
         begun = time.monotonic()
         machines[1].cut()
         first, second = ends(runs)
-        assert 4 < max(run.ended_at for run in runs) - begun < 30  # 5 on a quiet machine
+        assert max(run.ended_at for run in runs) - begun > 4
     assert re.search(r"=== node1 \(rank 1\) has been silent since step \d+ ===", first)
     assert re.search(r"=== node0 \(rank 0\) has been silent since step \d+ ===", second)
     assert "or the connection of node1 itself is broken" in second
@@ -54,7 +55,6 @@ def test_both_ends_of_a_cut_cable_name_the_other(tmp_path: Path) -> None:
         assert "in wait" in path.with_suffix(".txt").read_text()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("silently", [False, True])
 @pytest.mark.parametrize("who", [0, 1])
 def test_three_nodes_name_the_one_that_is_gone(tmp_path: Path, who: int, silently: bool) -> None:
@@ -75,7 +75,6 @@ FATES: dict[str, Callable[[Machine], None]] = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("fate", FATES)
 def test_a_node_without_a_last_word(tmp_path: Path, fate: str, who: int) -> None:
@@ -89,7 +88,6 @@ def test_a_node_without_a_last_word(tmp_path: Path, fate: str, who: int) -> None
         assert KILLED not in text + attempts(tmp_path)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -116,7 +114,6 @@ def test_a_hang_on_one_node_is_named_on_the_other(
     assert f"rank {last} hung in" in attempts(tmp_path)
 
 
-@pytest.mark.thorough
 def test_a_hang_beside_rank_0_is_named_on_the_other_node(tmp_path: Path) -> None:
     with Machines(2, tmp_path) as machines:
         runs = begin(machines, 30, devices=2, fault=[1, 8, "stop"], detector={"limit": 5})
@@ -127,18 +124,16 @@ def test_a_hang_beside_rank_0_is_named_on_the_other_node(tmp_path: Path) -> None
     assert KILLED not in "".join(texts) + attempts(tmp_path)
 
 
-def go_on(machines: Machines, runs: list[Run], within: float) -> float:
-    """Seconds until both runs do further steps."""
-    before, begun = [len(steps(run)) for run in runs], time.monotonic()
+def go_on(runs: list[Run]) -> None:
+    """Return when both runs have done further steps."""
+    before, until = [len(steps(run)) for run in runs], time.monotonic() + PATIENCE_S
     while any(len(steps(run)) < n + 10 for run, n in zip(runs, before, strict=True)):
         for run in runs:
             assert run.code is None, run.output[-3000:]
-        assert time.monotonic() - begun < within, [run.output[-3000:] for run in runs]
+        assert time.monotonic() < until, [run.output[-3000:] for run in runs]
         time.sleep(0.1)
-    return time.monotonic() - begun
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("down_s", "options", "silently"),
     [
@@ -156,11 +151,10 @@ def test_a_link_that_comes_back_costs_a_pause(
         machines[1].cut(silently=silently)
         time.sleep(down_s)
         machines[1].mend()
-        go_on(machines, runs, 3 * down_s + 30)
+        go_on(runs)
         assert not (tmp_path / "hangs").exists()
 
 
-@pytest.mark.thorough
 def test_what_takes_long_and_ends_apart_raises_no_alarm(tmp_path: Path) -> None:
     """Validation of one rank, and its end when the others have left already."""
     with Machines(2, tmp_path) as machines:
@@ -168,7 +162,7 @@ def test_what_takes_long_and_ends_apart_raises_no_alarm(tmp_path: Path) -> None:
             detector = {"node_limit": 5}
             runs = lightning(machines, detector=detector, steps=6, slow=[who, 9])
             for run in runs:
-                code, text = run.wait(120)
+                code, text = run.wait()
                 assert code == 0, text
                 assert "finished at step 6" in text
                 assert "silent" not in text
@@ -180,7 +174,6 @@ def test_what_takes_long_and_ends_apart_raises_no_alarm(tmp_path: Path) -> None:
             assert machine.run(["ls", "/dev/shm"]) == ""
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["ranks", "machines"])
 def test_a_suspended_run_is_no_hang(tmp_path: Path, what: str) -> None:
     """All ranks of all nodes are stopped, with their monitors or without."""
@@ -193,11 +186,10 @@ def test_a_suspended_run_is_no_hang(tmp_path: Path, what: str) -> None:
                 else:
                     run.machine.signal_all(number)
             time.sleep(12)
-        go_on(machines, runs, 30)
+        go_on(runs)
         assert not (tmp_path / "hangs").exists()
 
 
-@pytest.mark.thorough
 def test_two_nodes_that_lose_each_other_but_reach_the_third(tmp_path: Path) -> None:
     with Machines(3, tmp_path) as machines:
         runs = begin(machines, 10, detector={"limit": 8})
@@ -208,7 +200,6 @@ def test_two_nodes_that_lose_each_other_but_reach_the_third(tmp_path: Path) -> N
         assert "two of these machines may have lost each other" in text
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["debian", "none"])
 def test_names_that_lead_nowhere_do_not_matter(tmp_path: Path, hosts: Any) -> None:
     with Machines(2, tmp_path, hosts=hosts) as machines:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.machines import Machines, Run, needs_machines
 
-pytestmark = [needs_machines, pytest.mark.thorough]
+pytestmark = [needs_machines, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 GONE = "does not answer: it was killed, or its machine is off or cut off"
 
@@ -32,13 +32,13 @@ def begin(
         job = ["-m", "tests.machines.departing", str(len(machines)), str(devices)]
         runs.append(machine.start([sys.executable, *launcher, *where, *job], env=env))
     for run in runs:
-        run.wait_for("begins step 4", 120)
+        run.wait_for("begins step 4")
     return runs
 
 
 def causes(runs: list[Run]) -> list[str]:
     """What the runs say that the cause is; all of them fail."""
-    ended = [run.wait(60) for run in runs]
+    ended = [run.wait() for run in runs]
     assert all(code for code, _ in ended)
     return re.findall(r"=== root cause: (.*) ===", "".join(text for _, text in ended))
 
@@ -67,7 +67,7 @@ def test_nobody_is_blamed_for_noticing_late(tmp_path: Path) -> None:
     with Machines(4, tmp_path) as machines:
         runs = begin(machines, slow=1)
         for run in (runs[0], runs[3]):
-            run.wait_for("begins step 5", 60)
+            run.wait_for("begins step 5")
         runs[2].signal(signal.SIGKILL)
         found = causes([runs[0], runs[3], runs[1]])
     assert found[0] == f"rank 2 (node2, 10.77.0.3, process {runs[2].pid}) {GONE}"

@@ -78,20 +78,48 @@ def queries() -> list[str]:
     return [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
 
 
+PER_RANK = {
+    "mem_rss_bytes": ("rank",),
+    "mem_peak_rss_bytes": ("rank",),
+    "loss_of": ("rank",),
+    "straggler_score": ("rank", "section"),
+    "dist_heartbeat_age_seconds": ("rank",),
+    "dist_section": ("rank", "section"),
+    "dist_section_age_seconds": ("rank",),
+    "dist_collective_seq": ("group", "rank"),
+}
+"""Labels of the metrics that are served of each rank."""
+
+
 class Fetching(Small):
     """Reads the page once all that it is to have has been logged."""
 
-    def __init__(self, endpoint: PrometheusEndpoint, fails: bool = False) -> None:
+    def __init__(
+        self, endpoint: PrometheusEndpoint, heartbeats: int = 0, fails: bool = False
+    ) -> None:
         super().__init__()
-        self.endpoint, self.fails, self.page = endpoint, fails, ""
+        self.endpoint, self.heartbeats, self.fails, self.page = endpoint, heartbeats, fails, ""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        time.sleep(0.03)  # heartbeats tell of collectives a few times a second
         if self.fails and batch_idx == 4:
             raise ZeroDivisionError("of the first attempt")
-        if self.endpoint.url and self.trainer.global_step >= 12:
-            with urllib.request.urlopen(self.endpoint.url + "/metrics", timeout=10) as answer:
+        if not self.endpoint.url or self.trainer.global_step < 13:
+            return
+        until = time.monotonic() + 120
+        while not self.page or len(ranks_of(self.page, "dist_collective_seq")) < self.heartbeats:
+            assert time.monotonic() < until, self.page  # they tell of it a few times a second
+            with urllib.request.urlopen(self.endpoint.url + "/metrics", timeout=60) as answer:
                 self.page = answer.read().decode()
+
+
+def keys_of(page: str, name: str) -> list[str]:
+    """What the page tells under the name of a metric, with labels."""
+    return [key for key in parsed(page) if key.startswith(f"{PREFIX}_{name}{{")]
+
+
+def ranks_of(page: str, name: str) -> set[str]:
+    """Ranks that a metric is told of."""
+    return {key.partition('rank="')[2].partition('"')[0] for key in keys_of(page, name)}
 
 
 class Split(Fetching):
@@ -127,7 +155,7 @@ def everything(folder: str, fails: bool) -> tuple[set[str], str]:
         max_steps=13,
         max_epochs=-1,
     )
-    module = Fetching(monitor.member(PrometheusEndpoint), fails)
+    module = Fetching(monitor.member(PrometheusEndpoint), 4, fails)
     trainer.fit(module, loader(samples(80), dp=2), ckpt_path="auto")
     return set(trainer.callback_metrics), module.page
 
@@ -150,29 +178,45 @@ def scaled(folder: str) -> tuple[set[str], str]:
     return set(trainer.callback_metrics), module.page
 
 
+Runs = list[list[tuple[set[str], str]]]
+"""By run and rank: names that are logged, and the page of Prometheus."""
+
+
 @pytest.fixture(scope="module")
-def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
-    """Names that eventful runs log, and those that Prometheus reads, without the prefix."""
+def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Eventful runs."""
     folder = str(tmp_path_factory.mktemp("run"))
     with pytest.raises(WorkerError, match="of the first attempt"):
         pool.run(4, everything, folder, True)
-    found = pool.run(4, everything, folder, False)[0], pool.run(2, scaled, folder)[0]
-    logged = {name for names, _ in found for name in names if is_ours(name)}
-    return logged, {
-        key.partition("{")[0].removeprefix(f"{PREFIX}_")
-        for _, page in found
-        for key in parsed(page)
-    }
+    return [pool.run(4, everything, folder, False), pool.run(2, scaled, folder)]
 
 
 @pytest.fixture(scope="module")
-def logged(runs: tuple[set[str], set[str]]) -> set[str]:
-    return runs[0]
+def logged(runs: Runs) -> set[str]:
+    return {name for run in runs for name in run[0][0] if is_ours(name)}
 
 
 @pytest.fixture(scope="module")
-def served(runs: tuple[set[str], set[str]]) -> set[str]:
-    return runs[1]
+def served(runs: Runs) -> set[str]:
+    """Names without the prefix."""
+    keys = [key for run in runs for key in parsed(run[0][1])]
+    return {key.partition("{")[0].removeprefix(f"{PREFIX}_") for key in keys}
+
+
+def test_every_rank_logs_what_the_first_does(runs: Runs) -> None:
+    for first, *others in runs:
+        expected = {name for name in first[0] if is_ours(name)}
+        assert [expected - names for names, _ in others] == [set()] * len(others)
+
+
+def test_ranks_are_served_apart(runs: Runs) -> None:
+    page = runs[0][0][1]
+    for name, labels in PER_RANK.items():
+        assert ranks_of(page, name) == {"0", "1", "2", "3"}, name
+        assert all(f'{label}="' in key for key in keys_of(page, name) for label in labels)
+    current = [key for key in keys_of(page, "dist_section") if parsed(page)[key] == 1]
+    assert f'{PREFIX}_dist_section{{rank="0",section="data"}}' in current
+    assert len(current) == 4  # each rank is in one section
 
 
 def serves(metric: str) -> str:

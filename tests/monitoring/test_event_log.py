@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +13,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring import event_log
 from lightning_megatron.monitoring.event_log import EventLogWriter
 from lightning_megatron.monitoring.events import event_file, read_events
+from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
+from tests.monitoring.test_sections import Time
 from tests.strategy.small import Small, dp_of, loader, make_trainer
 
 
@@ -214,18 +218,32 @@ def test_a_window_holds_what_callbacks_log_after_the_writer(tmp_path: Path) -> N
     assert [(e["step"], e["metrics"]["seen/step"]) for e in windows] == [(2, 2.0), (4, 4.0)]
 
 
-def test_sections_of_a_step_add_up_to_its_seconds(tmp_path: Path) -> None:
+def test_sections_of_a_step_add_up_to_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Time()
+    monkeypatch.setattr(event_log, "time", SimpleNamespace(perf_counter=now))
+
     class Logs(pl.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            time.sleep(0.02)  # belongs to the next step
+            now.now += 0.25  # belongs to the next step
+
+    class Paced(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            now.now += 0.5
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            now.now += 4.0
 
     trainer = make_trainer({}, callbacks=[EventLogWriter(tmp_path), Logs()])
-    trainer.fit(Slow(), loader(), loader())
+    trainer.strategy.clock = SectionClock(now)
+    trainer.fit(Paced(), loader(), loader())
     steps = [e for e in read_events(tmp_path) if e["kind"] == "step"]
-    assert len(steps) == 4
+    assert [step["seconds"] for step in steps] == [0.5, 0.75, 0.75, 0.75]
     for step in steps:
         inside = {n: s for n, s in step["sections"].items() if n not in ("validation", "save")}
-        assert sum(inside.values()) == pytest.approx(step["seconds"], abs=2e-3), step
+        assert sum(inside.values()) == pytest.approx(step["seconds"]), step
 
 
 def test_a_second_run_of_one_process_is_another(tmp_path: Path) -> None:

@@ -74,13 +74,25 @@ def monitored(
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, tuple[dict[str, Tensor], list[float], int]]:
+    """What one process finds."""
+    return pool.run(1, monitored, {}, 1)[0]
+
+
 @pytest.mark.parametrize(
-    ("devices", "layout"), [(2, {"tp": 2}), (2, {"zero": 3}), (4, {"pp": 2, "zero": 1})], ids=str
+    ("devices", "layout"),
+    [
+        (2, {"tp": 2}),
+        (2, {"zero": 3}),
+        (2, {"pp": 2}),
+        pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_rules_clip_every_layout_alike(
-    pool: WorkerPool, devices: int, layout: dict[str, Any]
+    pool: WorkerPool, devices: int, layout: dict[str, Any], alone: Any
 ) -> None:
-    alone = pool.run(1, monitored, {}, 1)[0]
     by_rank = pool.run(devices, monitored, layout, devices)
     for name, (weights, norms, calls) in alone.items():
         # After the rows were clipped one by one, gradient_clip_val needs the norm anew.

@@ -24,15 +24,25 @@ def estimated(layout: Mapping[str, Any], devices: int) -> tuple[dict[str, float]
     return scale.state_dict(), scale.noise_scale
 
 
+@pytest.fixture(scope="module")
+def of_one_process(pool: WorkerPool) -> Any:
+    return pool.run(1, estimated, {}, 1)[0]
+
+
 @pytest.mark.parametrize(
     ("devices", "layout"),
-    [(2, {"tp": 2}), (2, {"zero": 3, "microbatch_size": 2}), (4, {"pp": 2, "zero": 1})],
+    [
+        (2, {"tp": 2}),
+        (2, {"zero": 3, "microbatch_size": 2}),
+        (2, {"pp": 2}),
+        pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_every_layout_finds_the_same(
-    pool: WorkerPool, devices: int, layout: dict[str, Any]
+    pool: WorkerPool, devices: int, layout: dict[str, Any], of_one_process: Any
 ) -> None:
-    ((alone, scale),) = pool.run(1, estimated, {}, 1)
+    alone, scale = of_one_process
     assert scale > 0
     for found, ratio in pool.run(devices, estimated, layout, devices):
         assert found == pytest.approx(alone, rel=1e-9)

@@ -40,7 +40,7 @@ def test_the_bubble_is_logged_alike_on_every_rank(
     logged, measured, _ = first
     assert measured == stages
     assert 0 < logged["pp/bubble_fraction_ideal"] <= logged["pp/bubble_fraction"] + 1e-6 < 1
-    assert 1 <= logged["pp/imbalance"] < 2
+    assert 1 <= logged["pp/imbalance"] <= stages
 
 
 def test_without_a_pipeline_nothing_is_logged(pool: WorkerPool) -> None:

@@ -40,7 +40,7 @@ class Watched(Small):
     def fetch(self, page: str) -> tuple[int, str]:
         request = urllib.request.Request(str(self.endpoint.url) + page, headers=self.headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -177,13 +177,13 @@ class Attacked(Small):
             client.start()
 
     def drip(self, port: int) -> None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 60) as s:
             while not self.done.wait(0.05):
                 s.send(b"G")
 
     def ask(self, port: int, name: str, request: tuple[str, Any, dict[str, str]]) -> None:
         while not self.done.is_set():
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection.request(request[0], "/metrics", request[1], request[2])
                 self.answers[name].add(connection.getresponse().status)

@@ -27,7 +27,7 @@ def run(folder: Path, code: int, **slurm: str) -> tuple[int, list[str], list[str
         (folder / f"{name}.args").unlink(missing_ok=True)
     sizes = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "8"}
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", **sizes, **slurm}
-    done = subprocess.run(["bash", str(SCRIPT)], env=environment, timeout=60, check=False)
+    done = subprocess.run(["bash", str(SCRIPT)], env=environment, timeout=240, check=False)
     given = [
         shlex.split((folder / f"{name}.args").read_text())
         if (folder / f"{name}.args").exists()

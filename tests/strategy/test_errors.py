@@ -55,7 +55,7 @@ class Explosive(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._maybe("forward")
         if self.busy and batch_idx == 1:
-            time.sleep(60)  # a peer that will not notice by itself
+            time.sleep(3600)  # a peer that will not notice by itself
         x = batch[0]
         if self.place == "backward" and self.trainer.global_rank == self.rank and batch_idx:
             x = _Fuse.apply(x.requires_grad_())

@@ -45,7 +45,7 @@ from lightning_megatron.fault_tolerance.hangs.stack_dump import state_of
 CONFIG = "monitor.json"
 _TRIES = 4
 """Attempts to get answers of all ranks before a diagnosis is made without them."""
-_EXIT_GRACE_S = 2.0
+_EXIT_GRACE_S = 10.0
 _RAISE_GRACE_S = 20.0
 _SILENCE = 4
 """Checks without a heartbeat after which a rank counts as unable to run Python."""

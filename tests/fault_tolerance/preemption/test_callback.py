@@ -80,6 +80,9 @@ POINTS: dict[str, tuple[tuple[str, int, int], tuple[int, int], dict[str, Any]]] 
 }
 """Hook, epoch and batch of the signal; first batch of the resumed run; options."""
 
+COUPLED = ["amid an accumulation", "in validation", "in the last batch of an epoch"]
+"""Points at which ranks wait for each other in different ways."""
+
 
 def preempt_and_resume(
     layout: Mapping[str, Any],
@@ -126,16 +129,30 @@ def preempt_and_resume(
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout", "workers"),
-    [(1, {}, 0), (2, {"zero": 2}, 2), (2, {"pp": 2, "num_microbatches": 2}, 0)],
-    ids=str,
+    ("devices", "layout", "workers", "points"),
+    [
+        (1, {}, 0, list(POINTS)),
+        (2, {"zero": 2}, 1, ["amid an accumulation"]),
+        (
+            2,
+            {"pp": 2, "num_microbatches": 2},
+            0,
+            ["in validation", "in the last batch of an epoch"],
+        ),
+        *(
+            pytest.param(2, *rest, COUPLED, marks=pytest.mark.thorough)
+            for rest in (({"zero": 2}, 2), ({"pp": 2, "num_microbatches": 2}, 0))
+        ),
+    ],
 )
 def test_the_run_that_goes_on_takes_the_same_steps_and_validates_as_often(
-    pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any], workers: int
+    pool: WorkerPool,
+    tmp_path: Path,
+    devices: int,
+    layout: dict[str, Any],
+    workers: int,
+    points: list[str],
 ) -> None:
-    points = list(POINTS)
-    if devices > 1:
-        points = ["amid an accumulation", "in validation", "in the last batch of an epoch"]
     by_rank = pool.run(devices, preempt_and_resume, layout, devices, workers, points, str(tmp_path))
     assert by_rank == [{point: [] for point in points}] * devices
 

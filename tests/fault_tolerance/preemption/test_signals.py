@@ -1,5 +1,6 @@
 """What handlers and DataLoader workers do, in processes of their own."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -44,16 +45,31 @@ def installed(**options: Any) -> StopFlag:
     return flag
 
 
+C, MUTEX = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+
+
 def hang() -> None:
     """In code that neither returns to Python nor is interrupted, without Python's lock."""
-    torch.linalg.svd(torch.randn(4000, 4000))
-    os._exit(7)
+    for _ in range(2):
+        C.pthread_mutex_lock(MUTEX)
 
 
-def be_struck(times: int, apart: float, name: str = "TERM") -> None:
-    """By another process, in a while."""
-    kill = f"kill -{name} {os.getpid()}; sleep {apart};"
-    subprocess.Popen(["sh", "-c", "sleep 0.3;" + kill * times])
+def strike(flag: StopFlag, then: Callable[[], None], number: int = signal.SIGTERM) -> None:
+    """Signal this process, and call ``then`` when that was noted longer ago than copies come."""
+
+    def strikes() -> None:
+        time.sleep(0.2)  # the main thread hangs
+        os.kill(os.getpid(), number)
+        while flag._since is None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        then()
+
+    threading.Thread(target=strikes, daemon=True).start()
+
+
+def again(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
 
 
 def first_signal_is_noted() -> None:
@@ -66,15 +82,14 @@ def first_signal_is_noted() -> None:
 
 
 def second_signal_meets_a_process_that_hangs() -> None:
-    installed(same_s=0.1)
-    be_struck(2, 1.0)
+    strike(installed(same_s=0.1), again)
     hang()
 
 
 def second_interrupt_meets_a_process_that_hangs() -> None:
     """It counts sooner than another second signal."""
-    installed(same_s=600.0, same_interrupt_s=0.1)
-    be_struck(2, 1.0, "INT")
+    flag = installed(same_s=600.0, same_interrupt_s=0.1)
+    strike(flag, lambda: again(signal.SIGINT), signal.SIGINT)
     hang()
 
 
@@ -89,20 +104,15 @@ def a_terminal_and_a_launcher_interrupt() -> None:
 
 
 def grace_ends_for_a_process_that_hangs() -> None:
-    installed(grace_s=0.2)
-    be_struck(1, 0)
+    strike(installed(grace_s=0.2), lambda: None)
     hang()
 
 
 def a_handler_runs_late() -> None:
     """The main thread may be busy for longer than copies of a signal are apart."""
     flag = installed(same_s=0.1)
-    be_struck(1, 0)
-    torch.linalg.svd(torch.randn(1000, 1000))  # a second or so
-    until = time.monotonic() + 60
-    while not flag.number and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.2)
+    strike(flag, lambda: C.pthread_mutex_unlock(MUTEX))
+    hang()
     os._exit(flag.number)
 
 
@@ -165,13 +175,13 @@ def test_a_worker_takes_signals_from_its_parent_only() -> None:
     ready = FORK.Event()
     worker = FORK.Process(target=_work, args=(ready,), daemon=True)
     worker.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     for name in ("TERM", "USR1", "USR2", "INT"):  # by a process that is not its parent
         subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
     time.sleep(0.2)
     assert worker.is_alive()
     worker.terminate()
-    worker.join(30)
+    worker.join(120)
     assert worker.exitcode == 0
 
 

@@ -29,33 +29,43 @@ class Flip(pl.Callback):
             tensor.view(-1)[:1].view(torch.uint8)[0] ^= 1
 
 
-def healing(layout: Mapping[str, Any], devices: int, rank: int, name: str) -> tuple[Any, ...]:
-    """What differs from a run without a flip, by what was flipped."""
+def healing(
+    layout: Mapping[str, Any], devices: int, rank: int, name: str, key: str | None
+) -> tuple[Any, ...]:
+    """What differs from a run without a flip, and what was done."""
     clean = state_of(fit(layout, devices, batches(4)))
-    found = []
-    for key in (None, "exp_avg"):
-        check = ReplicaCheck(every=1, action="heal")
-        trainer = fit(layout, devices, batches(4), Flip(rank, name, key), check)
-        logged = int(trainer.callback_metrics["ft/replicas_healed_total"])
-        found.append((differences(state_of(trainer), clean), logged, check.checks))
-    return tuple(found)
+    check = ReplicaCheck(every=1, action="heal")
+    trainer = fit(layout, devices, batches(4), Flip(rank, name, key), check)
+    logged = int(trainer.callback_metrics["ft/replicas_healed_total"])
+    return differences(state_of(trainer), clean), logged, check.checks
+
+
+HELD = [
+    (3, {"zero": 0}, 2, "net.1.0.weight"),
+    (4, {"zero": 0, "tp": 2}, 2, "net.0.weight"),  # which tp ranks hold alike
+    (4, {"zero": 0, "pp": 2, "num_microbatches": 2}, 3, "net.0.weight"),  # tied over both stages
+    (3, {"zero": ShardingConfig(stage=2, dp_replicate=3)}, 0, "net.1.0.weight"),
+]
+"""Ranks, layout, rank that is wrong, and the parameter."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "name"),
+    ("held", "key"),
     [
-        ({"zero": 0}, 2, "net.1.0.weight"),
-        ({"zero": 0, "tp": 2}, 2, "net.0.weight"),  # which tp ranks hold alike
-        ({"zero": 0, "pp": 2, "num_microbatches": 2}, 3, "net.0.weight"),  # tied over both stages
-        ({"zero": ShardingConfig(stage=2, dp_replicate=4)}, 0, "net.1.0.weight"),
+        *zip(HELD, (None, "exp_avg") * 2, strict=True),
+        *(
+            pytest.param(held, key, marks=pytest.mark.thorough)
+            for held, key in zip(HELD, ("exp_avg", None) * 2, strict=True)
+        ),
     ],
-    ids=["zero 0", "tp=2", "pp=2", "hybrid"],
 )
 def test_the_majority_heals_the_rank_that_differs(
-    pool: WorkerPool, layout: dict[str, Any], rank: int, name: str
+    pool: WorkerPool, held: tuple[int, dict[str, Any], int, str], key: str | None
 ) -> None:
-    for found in pool.run(4, healing, layout, 4, rank, name):
-        assert found == (([], 1, 4), ([], 1, 4))
+    """It is the parameter that differs, or what the optimizer keeps of it."""
+    devices, layout, rank, name = held
+    for found in pool.run(devices, healing, layout, devices, rank, name, key):
+        assert found == ([], 1, 4)
 
 
 def noticing(

@@ -1,40 +1,44 @@
 """A rank that makes others wait is named, with the section, in two windows."""
 
-import time
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_megatron import ConfigError, SlowRankDetector
+from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
+from tests.monitoring.test_sections import Time
 from tests.strategy.small import Small, loader, make_trainer, samples
 
-STEP_S, MORE_S = 0.04, 0.06
-"""A tenth of the step's work is more than a busy machine takes from its shorter sections."""
+WINDOW = 3
 
-WINDOW = 8
+
+class Waiting(Time):
+    """Time that passes where a test says so, and for long in every wait for another rank."""
+
+    clock: SectionClock | None = None
+    waits = False
+
+    def __call__(self) -> float:
+        waited, self.waits = self.waits, self.clock is not None and self.clock.waits > 0
+        if waited and not self.waits:
+            self.now += 100.0
+        return super().__call__()
 
 
 class OneIsSlow(Small):
-    """Rank 1 takes longer in one section, by sleeping or by computing."""
+    """Rank 1 takes longer in one section."""
 
-    def __init__(self, section: str, how: str) -> None:
+    def __init__(self, section: str, time: Time) -> None:
         super().__init__()
-        self.section, self.how = section, how
+        self.section, self.time = section, time
 
     def lose_time(self, section: str) -> None:
-        if section != self.section or self.trainer.global_rank != 1:
-            return
-        if self.how == "sleep":
-            time.sleep(MORE_S)
-            return
-        end = time.monotonic() + MORE_S
-        while time.monotonic() < end:
-            torch.ones(50).sum()
+        if section == self.section and self.trainer.global_rank == 1:
+            self.time.now += 3.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(STEP_S)
+        self.time.now += 2.0
         self.lose_time("forward")
         loss = self.loss(batch)
         loss.register_hook(lambda _: self.lose_time("backward"))
@@ -44,24 +48,21 @@ class OneIsSlow(Small):
         self.lose_time("data")
 
 
-def find_slow(layout: dict[str, Any], section: str, how: str, windows: int) -> Any:
-    detector = SlowRankDetector(window=WINDOW)
+def find_slow(layout: dict[str, Any], section: str) -> Any:
+    detector, time = SlowRankDetector(window=WINDOW), Waiting()
     trainer = make_trainer(layout, 2, callbacks=[detector])
-    batches = 1 + windows * WINDOW
-    trainer.fit(OneIsSlow(section, how), loader(samples(8 * batches), dp=2 // layout.get("tp", 1)))
+    trainer.strategy.clock = time.clock = SectionClock(time)
+    trainer.fit(OneIsSlow(section, time), loader(samples(8 * (1 + 2 * WINDOW)), dp=2))
     logged = {k: float(v) for k, v in trainer.callback_metrics.items() if "straggler" in k}
     return [(s.rank, s.section) for s in detector.slow], logged
 
 
 @pytest.mark.parametrize(
-    ("zero", "section", "how"),
-    [(1, "forward", "sleep"), (0, "backward", "spin"), (3, "data", "sleep"), (2, "none", "")],
+    ("zero", "section"), [(1, "forward"), (0, "backward"), (3, "data"), (2, "none")]
 )
-def test_the_slow_rank_is_found_in_two_windows(
-    pool: WorkerPool, zero: int, section: str, how: str
-) -> None:
+def test_the_slow_rank_is_found_in_two_windows(pool: WorkerPool, zero: int, section: str) -> None:
     expected = [] if section == "none" else [(1, section)]
-    for found, logged in pool.run(2, find_slow, {"zero": zero}, section, how, 2):
+    for found, logged in pool.run(2, find_slow, {"zero": zero}, section):
         assert found == expected
         assert logged["straggler/score_max"] == 1.0
         assert not expected or logged["straggler/score_min"] < 0.7

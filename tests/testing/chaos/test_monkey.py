@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,10 +21,13 @@ from lightning_megatron import ChaosMonkey, NumberGuard
 from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import read_events
+from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.testing import WorkerError, WorkerPool
+from lightning_megatron.testing.chaos import monkey as chaos_monkey
 from lightning_megatron.testing.chaos.faults import InjectedFaultError, read_injected
 from lightning_megatron.testing.chaos.monkey import chaos_from_environment
 from lightning_megatron.testing.chaos.runner import read_result
+from tests.monitoring.test_sections import Time
 from tests.strategy.small import LAYOUTS, Small, dp_of, loader, make_trainer, weights
 
 
@@ -265,7 +269,7 @@ def test_readonly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "c"
     saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
     patience = Patience(folder)
-    monkey = ChaosMonkey("readonly:step=1,section=optimizer,amount=4", tmp_path / "chaos")
+    monkey = ChaosMonkey("readonly:step=1,section=optimizer,amount=12", tmp_path / "chaos")
     trainer = make_trainer({}, callbacks=[monkey, patience, saver], enable_checkpointing=True)
     trainer.fit(Small(), loader())
     assert trainer.global_step == 4
@@ -275,7 +279,7 @@ def test_readonly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "epoch=0-step=2.ckpt" not in names
     assert [main(["ckpt", "verify", str(folder / name)]) for name in sorted(names)][-1] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "chaos"]
-    assert "for 4 s" in capfd.readouterr().err
+    assert "for 12 s" in capfd.readouterr().err
 
 
 def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,17 +298,24 @@ def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS", "slow:step=1,amount=1")
     monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS_DIR", str(tmp_path))
 
+    now = Time()
+    monkeypatch.setattr(chaos_monkey, "time", SimpleNamespace(monotonic=now, time=time.time))
+
     class SlowToSave(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            now.now += 0.5
+            return super().training_step(batch, batch_idx)
+
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            time.sleep(0.3)
+            now.now += 4.0
 
     saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
     callbacks = [*chaos_from_environment(), saving]
     trainer = make_trainer({}, callbacks=callbacks, enable_checkpointing=True)
+    trainer.strategy.clock = SectionClock(now)
     trainer.fit(SlowToSave(), loader())
     steps = [e["seconds"] for e in read_events(tmp_path) if e["kind"] == "step"]
-    assert len(steps) == 4
-    assert all(0 < seconds < 0.3 for seconds in steps)
+    assert steps == [0.5] * 4
 
 
 def test_validation_is_no_step_of_a_rehearsal(
