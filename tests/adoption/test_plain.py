@@ -28,8 +28,8 @@ SHARES = {"tp2": 0.65, "tp2 pp2": 0.5, "tp4": 0.5}
 
 
 def rows() -> list[dict[str, Tensor]]:
-    tokens = torch.randint(0, 64, (16, 12), generator=torch.Generator().manual_seed(0))
-    padding = torch.arange(12) >= 12 - torch.arange(16).unsqueeze(1) % 5
+    tokens = torch.randint(0, 64, (12, 12), generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(12) >= 12 - torch.arange(12).unsqueeze(1) % 5
     return [{"tokens": t, "padding": p} for t, p in zip(tokens, padding, strict=True)]
 
 
@@ -96,7 +96,7 @@ _OFTEN = {
     ("encoder", "tp2 pp2", False),
     ("encoder", "tp2 sp", True),
     ("translator", "pp2 zero3", False),
-    ("translator", "tp4", True),
+    ("translator", "tp2", True),
     ("own", "tp2", False),
     ("own", "tp2 pp2", True),
 }

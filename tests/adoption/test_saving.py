@@ -18,6 +18,7 @@ LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
+    "tp2 zero3": (4, {"tp": 2, "zero": 3}),
 }
 
 
@@ -54,6 +55,7 @@ def saved(family: str, layout: dict[str, int], world: int, directory: str) -> No
         ("llama", "dp2"),
         ("qwen3", "pp2 zero3"),
         ("gpt2", "tp2 pp2"),
+        ("phi3", "tp2 zero3"),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in [

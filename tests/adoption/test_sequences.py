@@ -77,13 +77,17 @@ def test_adopted_model_trains_on_parts_as_the_unmodified_one_on_sequences(
 _OTHER = {"Dropped", "Normalises", "Hooked"}
 
 
-@pytest.mark.parametrize("layout", ["tp2 sp", "cp2", "cp2 tp2 sp"])
 @pytest.mark.parametrize(
-    "habit",
+    ("habit", "layout"),
     [
-        "Cached",
-        "Hidden",
-        *(pytest.param(h, marks=pytest.mark.thorough) for h in HABITS if h not in _OTHER),
+        ("Cached", "tp2 sp"),
+        ("Cached", "cp2"),
+        ("Hidden", "cp2 tp2 sp"),
+        *(
+            pytest.param(habit, layout, marks=pytest.mark.thorough)
+            for habit in ("Cached", *(h for h in HABITS if h not in _OTHER))
+            for layout in ("tp2 sp", "cp2", "cp2 tp2 sp")
+        ),
     ],
 )
 def test_habits_of_users_give_the_numbers_of_one_process(pool, habit, layout):
@@ -111,7 +115,10 @@ def test_gathered_sequences_are_not_kept_for_the_backward(pool, layout):
     assert kept < 0.95 * kept_before
 
 
-@pytest.mark.parametrize(("layout", "rows"), [("tp2 sp", 6), ("cp2", 6), ("cp2 tp2 sp", 4)])
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [("tp2 sp", 6), ("cp2", 6), pytest.param("cp2 tp2 sp", 4, marks=pytest.mark.thorough)],
+)
 def test_blocks_see_a_part_and_nobody_makes_whole_logits(pool, layout, rows):
     world, options = LAYOUTS[layout]
     _, notes = pool.run(world, habit_job, "Watched", options, world)[0]
