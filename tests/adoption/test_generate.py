@@ -180,7 +180,8 @@ class Training(Writing):
 
 def refused(kind: type[Writing], layout: dict[str, Any], ways: tuple[str, ...]) -> None:
     """Write where it cannot be."""
-    generation.PATIENCE_S = 0.5
+    if kind is Alone:
+        generation.PATIENCE_S = 0.5  # for ranks that never come; others may be late
     module = kind(adopt(FAMILIES["llama"].build()), ways, 0)
     trainer = L.Trainer(
         accelerator="cpu",

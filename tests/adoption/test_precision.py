@@ -1,5 +1,6 @@
 """Number formats of adopted models: the losses of one process, to the rounding of the format."""
 
+import functools
 import math
 
 import lightning as L
@@ -89,6 +90,7 @@ def _losses(family, kind, layout, world, adopted=True):
     return [float(strategy.reduce(loss)) for loss in noted.found], noted.low
 
 
+@functools.cache
 def _plain(family, kind):
     """Losses of the unmodified model in plain Lightning."""
     noted = Losses()

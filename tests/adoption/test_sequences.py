@@ -5,8 +5,9 @@ import pytest
 from lightning_megatron import ContextConfig
 from lightning_megatron.testing import WorkerError
 from tests.adoption.habits import HABITS
-from tests.adoption.harness import largest_difference
+from tests.adoption.harness import largest_difference, problems, problems_of
 from tests.adoption.sequence_cases import (
+    InnerHook,
     habit_job,
     habit_reference,
     job,
@@ -135,7 +136,6 @@ def test_logits_are_whole_for_who_reads_them(pool):
     ("habit", "text"),
     [
         ("Attentions", "output_attentions=True"),
-        ("InnerHook", r"model\.layers\.1\.mlp"),
         ("Hooked", "self.sizes"),
         ("Counts", "counts positions itself"),
     ],
@@ -145,10 +145,14 @@ def test_what_is_of_a_part_only_is_refused_under_cp(pool, habit, text):
         pool.run(2, habit_job, habit, {"cp": 2}, 2)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "batch", "text"),
-    [("t5", "auto", None, "computes attention itself"), ("llama", "ring", "sided", "mask")],
-)
-def test_attention_that_cannot_exchange_is_refused_under_cp(pool, family, kind, batch, text):
-    with pytest.raises(WorkerError, match=rf"ConfigError(.|\n)*{text}"):
-        pool.run(2, job, family, {"cp": ContextConfig(degree=2, kind=kind)}, 2, batch)
+def test_hooks_inside_of_blocks_are_refused_under_cp():
+    assert "model.layers.1.mlp" in problems_of(InnerHook(True, 1), {"cp": 2}, 2)
+
+
+def test_attention_of_its_own_is_refused_under_cp():
+    assert "computes attention itself" in problems("t5", {"cp": 2}, 2)
+
+
+def test_masks_that_a_ring_cannot_have_are_refused(pool):
+    with pytest.raises(WorkerError, match=r"ConfigError(.|\n)*mask"):
+        pool.run(2, job, "llama", {"cp": ContextConfig(degree=2, kind="ring")}, 2, "sided")
