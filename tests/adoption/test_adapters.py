@@ -43,7 +43,7 @@ LORA: dict[str, dict[str, Any]] = {
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2}),
-    "tp2 pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp4": (4, {"tp": 4}),
     "cp2": (2, {"cp": 2}),
@@ -90,7 +90,6 @@ def job(family: str, lora: str, layout: dict[str, Any], world: int, when: str) -
 
 CASES = [
     ("llama", "all linear", "tp2 pp2", "before"),
-    ("llama", "all linear", "pp2 zero3", "after"),
     ("qwen3", "scaled", "tp2", "after"),
     ("llama", "dora", "tp2 sp", "before"),
     ("llama", "two", "tp2", "after"),
@@ -98,6 +97,7 @@ CASES = [
 """Beside those that are trained, and saved or merged, below."""
 THOROUGH = [
     ("llama", "attention", "tp2", "before"),
+    ("llama", "all linear", "pp2 zero3", "after"),
     ("qwen3", "scaled", "tp4", "after"),
     ("llama", "head", "tp2 pp2", "before"),
     ("llama", "saved", "tp2 pp2", "before"),
@@ -212,7 +212,7 @@ def resuming_job(
 def test_checkpoints_of_adapters_alone_resume_under_another_layout(pool, tmp_path):
     path = str(tmp_path / "one")
     pool.run(4, resuming_job, LAYOUTS["pp2 zero3"][1], 4, path, 1)
-    found = pool.run(4, resuming_job, LAYOUTS["tp2 pp2"][1], 4, path, 2)[0]
+    found = pool.run(2, resuming_job, {"tp": 2}, 2, path, 2)[0]
     expected = Training(with_lora(FAMILIES["llama"].build(), LORA["attention"]), "causal")
     train(expected, "auto", 1, 2, None)
     assert largest_difference(found, expected.state_dict()) < 1e-9
@@ -233,7 +233,6 @@ def merging_job(family: str, lora: str, layout: dict[str, Any], world: int, dire
 
 MERGED = [
     ("llama", "head", "tp2 pp2"),
-    ("gpt2", "fused", "tp2 pp2"),
     ("gpt2", "fused", "tp2"),
     ("llama", "dora", "tp2"),
     ("llama", "all linear", "pp2 zero3"),

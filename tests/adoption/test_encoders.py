@@ -9,11 +9,12 @@ from tests.adoption.harness import job, largest_difference, reference
 
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
-    "tp2 pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
+    "zero3": (2, {"zero": 3}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp4": (4, {"tp": 4}),
     "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
-    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2}),
     "cp2": (2, {"cp": 2}),
 }
 NAMES = (
@@ -35,10 +36,10 @@ _OFTEN = {
     ("bert", "cp2"),
     ("bert classes", "tp4"),
     ("bert pretraining", "tp2 pp2"),
-    ("roberta", "pp2 zero3"),
+    ("roberta", "zero3"),
     ("vit", "tp2 pp2 sp"),
     ("vit", "cp2"),
-    ("vit pixels", "pp2 zero3"),
+    ("vit pixels", "zero3"),
     ("t5", "tp2 pp2 sp"),
     ("t5", "pp2 zero3"),
     ("t5 gated", "tp2 sp"),

@@ -50,8 +50,8 @@ USUAL = {
     ("mixtral", "pp2 ep2 zero3"),
     ("qwen3 moe", "tp2"),
     ("qwen3 moe", "tp2 ep4 zero2"),
-    ("qwen3 moe", "tp2 pp2 ep2"),
-    ("qwen3 moe", "tp2 sp single"),
+    ("mixtral", "tp2 pp2 ep2"),
+    ("mixtral", "tp2 sp single"),
     ("mixtral", "cp2 ep2"),
     ("gpt-oss", "tp2 ep2"),
 }

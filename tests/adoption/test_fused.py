@@ -29,6 +29,7 @@ from tests.layers.parity import make_topology
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp2 zero2": (4, {"tp": 2, "zero": 2}),
@@ -41,13 +42,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 FUSED = ("gpt2", "phi3", "glm", "gpt_bigcode", "bloom")
 CASES = {
     ("gpt2", "tp2 sp", "causal", "sdpa"),
-    ("gpt2", "tp2 zero3", "left", "eager"),
     ("phi3", "pp2 zero3", "right", "sdpa"),
     ("phi3", "tp2 sp", "causal", "eager"),
     ("glm", "tp4", "left", "sdpa"),
     ("gpt_bigcode", "tp2", "left", "eager"),
     ("bloom", "tp2", "left", "eager"),
 }
+"""Beside those that train, and go on from a checkpoint, below."""
 
 
 def _cases() -> list[Any]:
@@ -56,6 +57,7 @@ def _cases() -> list[Any]:
         (family, layout, batch, attention)
         for family in FUSED
         for layout in LAYOUTS
+        if layout != "pp2"
         for batch in ("causal", "right", "left")
         for attention in ("eager", "sdpa")
         if (family, attention) != ("bloom", "sdpa")  # it has none
@@ -242,8 +244,9 @@ def _crossed(layout: dict[str, Any] | None, world: int) -> Any:
     return module.state_dict() if layout is None else gather(module)
 
 
-def test_fused_keys_and_values_of_cross_attention(pool):
-    world, options = LAYOUTS["tp2 pp2"]
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2 pp2", marks=pytest.mark.thorough)])
+def test_fused_keys_and_values_of_cross_attention(pool, layout):
+    world, options = LAYOUTS[layout]
     found = pool.run(world, _crossed, options, world)[0]
     assert largest_difference(found, _crossed(None, 1)) < 1e-9
 
@@ -263,7 +266,8 @@ def test_adopted_model_is_its_own_in_one_process(family):
     ("family", "changes", "layout"),
     [
         ("gpt2", {"vocab_size": 65}, "tp2"),  # as odd as that of GPT-2
-        ("gpt2 classes", {}, "tp2 pp2"),
+        ("gpt2 classes", {}, "pp2"),
+        pytest.param("gpt2 classes", {}, "tp2 pp2", marks=pytest.mark.thorough),
         ("falcon", {}, "tp2"),
         pytest.param("falcon", {}, "tp2 pp2", marks=pytest.mark.thorough),
         *(

@@ -18,7 +18,7 @@ from tests.adoption.harness import fit, largest_difference
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_layers": 4,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "max_seq_len": 16,
@@ -117,5 +117,5 @@ def configured_job(layout: dict[str, Any], world: int) -> Any:
 def test_adapters_of_a_language_model_begin_alike_and_drop_alike(pool):
     one = pool.run(1, configured_job, {}, 1)[0]
     two = pool.run(2, configured_job, {"tp": 2}, 2)[0]
-    assert len({n for n, v in one.items() if "lora_B" in n and v.abs().max() > 0}) == 13
+    assert len({n for n, v in one.items() if "lora_B" in n and v.abs().max() > 0}) == 7
     assert largest_difference(two, one) < 1e-9

@@ -109,7 +109,8 @@ LAYOUTS = {
     "ep2": (2, {"ep": 2}),
 }
 LOW = [
-    ("llama", "bf16-mixed", "tp2 pp2", False),
+    ("llama", "bf16-mixed", "pp2", False),
+    ("llama", "bf16-mixed", "tp2 pp2", True),
     ("llama", "bf16-true", "tp2", False),
     ("llama", "bf16-true", "zero3", True),
     ("llama", "bf16-true", "tp2 sp", True),

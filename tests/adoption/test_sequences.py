@@ -78,7 +78,7 @@ def test_adopted_model_trains_on_parts_as_the_unmodified_one_on_sequences(
 _OTHER = {"Dropped", "Normalises", "Hooked"}
 
 
-_USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Hidden", "cp2 tp2 sp")]
+_USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Hidden", "tp2 sp")]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ RECOMPUTED = {
         {"recompute": "full"},
     ),
     "selective pp2": ("llama", 2, {"pp": 2}, {"recompute": "selective"}),
-    "inputs divided": (
+    "inputs divided": ("qwen3", 2, {"tp": 2}, {"recompute": "full", "distribute_inputs": True}),
+    "inputs divided pp2": (
         "qwen3",
         4,
         {"tp": 2, "pp": 2},
