@@ -89,13 +89,14 @@ def job(family: str, lora: str, layout: dict[str, Any], world: int, when: str) -
 
 
 CASES = [
-    ("llama", "all linear", "tp2 pp2", "before"),
+    ("llama", "all linear", "tp2", "before"),
     ("qwen3", "scaled", "tp2", "after"),
     ("llama", "dora", "tp2 sp", "before"),
     ("llama", "two", "tp2", "after"),
 ]
 """Beside those that are trained, and saved or merged, below."""
 THOROUGH = [
+    ("llama", "all linear", "tp2 pp2", "before"),
     ("llama", "attention", "tp2", "before"),
     ("llama", "all linear", "pp2 zero3", "after"),
     ("qwen3", "scaled", "tp4", "after"),

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import lightning as L
@@ -42,8 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 FUSED = ("gpt2", "phi3", "glm", "gpt_bigcode", "bloom")
 CASES = {
     ("gpt2", "tp2 sp", "causal", "sdpa"),
-    ("phi3", "pp2 zero3", "right", "sdpa"),
-    ("phi3", "tp2 sp", "causal", "eager"),
+    ("phi3", "tp2 sp", "right", "eager"),
     ("glm", "tp4", "left", "sdpa"),
     ("gpt_bigcode", "tp2", "left", "eager"),
     ("bloom", "tp2", "left", "eager"),
@@ -101,6 +101,10 @@ class _Optimized(Training):
         model = FAMILIES[family].build()
         super().__init__(adopt(model) if adopted else model, "causal", copies)
         self._optimizer = optimizer
+        self.seen: float | None = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = _by_place(checkpoint["state_dict"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = list(self.parameters())
@@ -153,7 +157,7 @@ def _job(
     if save is not None:
         trainer.save_checkpoint(save)
     weights = gather(module)
-    return weights if trainer.global_rank == 0 else None
+    return (weights if trainer.global_rank == 0 else None), module.seen
 
 
 @pytest.mark.parametrize(
@@ -167,19 +171,20 @@ def _job(
     ],
 )
 def test_optimizers_see_the_fused_parameter(pool, family, optimizer):
-    found = pool.run(2, _job, family, optimizer, {"tp": 2}, 2)[0]
+    found, _ = pool.run(2, _job, family, optimizer, {"tp": 2}, 2)[0]
     assert largest_difference(found, _one_process(family, optimizer, 1)) < 1e-9
 
 
 @pytest.mark.parametrize(
     ("family", "optimizer", "first", "second"),
     [
-        ("gpt2", "adamw", "tp2 zero3", "tp2 pp2"),
-        ("phi3", "by place", "tp2 zero2", "tp2"),
+        ("gpt2", "adamw", "tp2 zero2", "pp2"),
+        ("phi3", "by place", "tp2 zero3", "tp2"),
         ("phi3", "adafactor", "tp2", "tp4"),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in [
+                ("gpt2", "adamw", "tp2 zero3", "tp2 pp2"),
                 ("gpt2", "adamw", "tp2 zero3", "tp4"),
                 ("phi3", "adamw", "tp2 zero2", "tp2 pp2"),
                 ("phi3", "adamw", "pp2 zero3", "tp2 zero3"),
@@ -194,38 +199,20 @@ def test_checkpoint_of_one_layout_goes_on_under_another(
 ):
     path = str(tmp_path / "half.ckpt")
     (before, options), (world, others) = LAYOUTS[first], LAYOUTS[second]
-    half = pool.run(before, _job, family, optimizer, options, before, 1, None, path)[0]
-    assert largest_difference(half, _one_process(family, optimizer, 1)) < 1e-9
-    found = pool.run(world, _job, family, optimizer, others, world, 2, path)[0]
+    ranks = pool.run(before, _job, family, optimizer, options, before, 1, None, path)
+    (half, _), expected = ranks[0], _one_process(family, optimizer, 1)
+    assert largest_difference(half, expected) < 1e-9
+    if "pp" not in options:  # hooks on checkpoints see the fused parameter on every rank
+        seen = [each for _, each in ranks]
+        assert seen == pytest.approx([_by_place(expected)] * before, rel=0, abs=1e-6)
+    found, _ = pool.run(world, _job, family, optimizer, others, world, 2, path)[0]
     assert largest_difference(found, _one_process(family, optimizer, 2)) < 1e-9
 
 
-class _Reading(_Optimized):
-    """Reads a fused parameter while a checkpoint is saved."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen = _by_place(checkpoint["state_dict"])
-
-
 def _by_place(state: dict[str, Tensor]) -> float:
-    weight = state["lm.model.layers.0.self_attn.qkv_proj.weight"]
+    """A number in which each element of the first fused parameter counts by its place."""
+    weight = next(v for name, v in state.items() if re.search(r"(qkv_proj|c_attn)\.weight$", name))
     return float((weight * torch.arange(weight.numel()).view_as(weight)).sum())
-
-
-def _read(layout: dict[str, Any], world: int, path: str) -> float:
-    module = _Reading("phi3", "adamw", world // 2)
-    _fit(module, MegatronStrategy(**layout), world, 1, None).save_checkpoint(path)
-    return module.seen
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp2 zero3", pytest.param("tp2 zero2", marks=pytest.mark.thorough)]
-)
-def test_hooks_on_checkpoints_see_the_fused_parameter(pool, tmp_path, layout):
-    world, options = LAYOUTS[layout]
-    seen = pool.run(world, _read, options, world, str(tmp_path / "one.ckpt"))
-    expected = _by_place(_one_process("phi3", "adamw", 1))
-    assert seen == pytest.approx([expected] * world, rel=0, abs=1e-6)
 
 
 class _Crossing(Training):

@@ -28,7 +28,7 @@ TARGETS = ["wq", "wk", "wo", "gate", "down", "head"]
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "tp4": (4, {"tp": 4}),
-    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
 }
 

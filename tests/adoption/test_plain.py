@@ -18,7 +18,7 @@ from tests.adoption.plain_models import MODELS, Early, build, example
 
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
-    "tp2 pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp4": (4, {"tp": 4}),
     "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
@@ -93,7 +93,7 @@ def held(kind: str, layout: dict[str, Any]) -> int:
 
 
 _OFTEN = {
-    ("encoder", "tp2 pp2", False),
+    ("encoder", "tp2", False),
     ("encoder", "tp2 sp", True),
     ("translator", "pp2 zero3", False),
     ("translator", "tp2", True),

@@ -18,7 +18,7 @@ from tests.adoption.sequence_cases import (
 _SP = {"sequence_parallel": True}
 LAYOUTS = {
     "tp2 sp": (2, {"tp": 2, **_SP}),
-    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, **_SP}),
+    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "num_microbatches": 2, **_SP}),
     "tp2 zero3 sp": (4, {"tp": 2, "zero": 3, **_SP}),
     "tp4 sp": (4, {"tp": 4, **_SP}),
     "tp2 ep2 sp": (2, {"tp": 2, "ep": 2, **_SP}),
