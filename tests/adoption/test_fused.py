@@ -249,6 +249,9 @@ def test_adopted_model_is_its_own_in_one_process(family):
     assert isinstance(adopted, type(plain))
 
 
+TIED = {"attention_dropout": 0.0, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
     [
@@ -265,7 +268,8 @@ def test_adopted_model_is_its_own_in_one_process(family):
                 {"alibi": True, "parallel_attn": False},
             )
         ),
-        ("phi3", {"attention_dropout": 0.0, "tie_word_embeddings": True}, "tp2 pp2"),
+        ("phi3", TIED, "pp2"),
+        pytest.param("phi3", TIED, "tp2 pp2", marks=pytest.mark.thorough),
     ],
 )
 def test_variants_train_as_in_one_process(pool, family, changes, layout):

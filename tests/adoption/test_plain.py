@@ -93,8 +93,7 @@ def held(kind: str, layout: dict[str, Any]) -> int:
 
 
 _OFTEN = {
-    ("encoder", "tp2", False),
-    ("encoder", "tp2 sp", True),
+    ("encoder", "tp2 sp", False),
     ("translator", "pp2 zero3", False),
     ("translator", "tp2", True),
     ("own", "tp2", True),
