@@ -10,7 +10,7 @@ SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -93,7 +93,11 @@ FAMILIES = {
         },
     ),
     "cohere": Family("CohereForCausalLM", "CohereConfig", {"use_qk_norm": True}),
-    "cohere2": Family("Cohere2ForCausalLM", "Cohere2Config", {"sliding_window": 5}),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         "Starcoder2Config",
@@ -110,7 +114,7 @@ FAMILIES = {
             "qk_rope_head_dim": 4,
             "qk_nope_head_dim": 8,
             "v_head_dim": 8,
-            "first_k_dense_replace": 4,
+            "first_k_dense_replace": 2,
         },
     ),
     "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", without=("num_key_value_heads",)),
@@ -123,6 +127,7 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         {
+            "num_hidden_layers": 3,
             "head_dim": 8,
             "num_experts": 8,
             "num_experts_per_tok": 3,
@@ -146,7 +151,7 @@ FAMILIES = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "experts_implementation": "eager",
         },
     ),
@@ -238,7 +243,7 @@ FAMILIES = {
     "gptj": Family(
         "GPTJForCausalLM",
         "GPTJConfig",
-        {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4, "resid_pdrop": 0.0}
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "resid_pdrop": 0.0}
         | {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False},
         tuple(SIZES)[1:],
     ),
@@ -268,7 +273,7 @@ FAMILIES = {
     "distilbert": Family(
         "DistilBertForMaskedLM",
         "DistilBertConfig",
-        {"dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 4, "dropout": 0.0}
+        {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0}
         | {"attention_dropout": 0.0},
         tuple(SIZES)[1:6],
         "hidden",

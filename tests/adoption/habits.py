@@ -26,7 +26,7 @@ class Habit(L.LightningModule):
         self.lm = self.built(adopted)
 
     def built(self, adopted: bool) -> Any:
-        model = FAMILIES[self.family].build()
+        model = FAMILIES[self.family].build(**self.options)
         return adopt(model) if adopted else model
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -105,7 +105,7 @@ class Hooked(Habit):
     def __init__(self, adopted: bool, copies: int) -> None:
         super().__init__(adopted, copies)
         self.sizes: list[Tensor] = []
-        self.lm.model.layers[1].register_forward_hook(self._size)
+        self.lm.model.layers[0].register_forward_hook(self._size)
 
     def _size(self, module: nn.Module, args: Any, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
@@ -117,7 +117,9 @@ class Hooked(Habit):
 
 
 class Frozen(Habit):
-    """Embeddings and the first block are frozen, and a bias is added by hand."""
+    """Embeddings and the first block are frozen."""
+
+    options = {"num_hidden_layers": 4}
 
     def __init__(self, adopted: bool, copies: int) -> None:
         super().__init__(adopted, copies)
@@ -237,6 +239,8 @@ class ResizedLate(Habit):
 
 class Skips(Habit):
     """A step that leaves out the last two blocks."""
+
+    options = {"num_hidden_layers": 4}
 
     def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
         layers, self.lm.config.num_hidden_layers = self.lm.config.num_hidden_layers, 2

@@ -18,30 +18,42 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy, gather
 from lightning_megatron.adoption.adopt import adopt
+from lightning_megatron.strategy.preflight.checks import examine
 from tests.adoption.families import FAMILIES
 
 _CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.type}
+_BACKWARDS = {torch.Tensor.backward, torch.autograd.backward}
 
 
 class KeepDouble(TorchFunctionMode):
-    """Has a float64 tensor stay so where float32 is asked for."""
+    """Has a float64 tensor stay so where float32 is asked for.
+
+    It sees every call that torch lets be overridden, thousands in a step: nearly all pass at once.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.backward, torch.autograd.backward):
+        kwargs = kwargs or {}
+        if func in _BACKWARDS:
             with self:  # blocks are recomputed in it
                 return _run_backward(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dtype is torch.float64:
-            if func is torch.Tensor.float:
-                return first
-            if func in _CASTS:
-                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
+        if func in _CASTS or kwargs.get("dtype") is torch.float32:
+            return _as_double(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _as_double(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call with float64 in place of float32 where the first argument is of float64."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.dtype is torch.float64:
+        if func is torch.Tensor.float:
+            return first
+        if func in _CASTS:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+    return func(*args, **kwargs)
 
 
 def _run_backward(
@@ -71,7 +83,8 @@ def _run_backward(
     )
 
 
-def _tokens(seed: int, rows: int = 16, length: int = 12) -> Tensor:
+def _tokens(seed: int, rows: int = 12, length: int = 12) -> Tensor:
+    """Rows for three steps with batches of four."""
     return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -151,7 +164,7 @@ def _classes() -> list[dict[str, Tensor]]:
 
 def _images() -> list[dict[str, Tensor]]:
     made = torch.Generator().manual_seed(0)
-    pixels = torch.randn(16, 3, 8, 8, generator=made, dtype=torch.float64)
+    pixels = torch.randn(12, 3, 8, 8, generator=made, dtype=torch.float64)
     return [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pixels)]
 
 
@@ -228,11 +241,11 @@ def fit(module: L.LightningModule, strategy: Any, devices: int, **options: Any) 
 
 @functools.cache
 def reference(
-    family: str, batch: str | None = None, attention: str | None = None
+    family: str, batch: str | None = None, attention: str | None = None, **changes: Any
 ) -> dict[str, Tensor]:
     """Weights of the unmodified model after training by plain Lightning in this process."""
     kind = FAMILIES[family]
-    module = Training(kind.build(attention), batch or kind.batch)
+    module = Training(kind.build(attention, **changes), batch or kind.batch)
     with KeepDouble():
         fit(module, "auto", 1)
     return module.state_dict()
@@ -244,15 +257,30 @@ def job(
     world: int,
     batch: str | None = None,
     attention: str | None = None,
+    **changes: Any,
 ) -> Any:
     """Train the adopted model on this rank of a layout; returns whole weights on rank 0."""
     kind = FAMILIES[family]
     others = math.prod(_degree(layout.get(axis, 1)) for axis in ("tp", "pp", "cp"))
-    module = Training(adopt(kind.build(attention)), batch or kind.batch, world // others)
+    model = adopt(kind.build(attention, **changes))
+    module = Training(model, batch or kind.batch, world // others)
     with KeepDouble():
         trainer = fit(module, MegatronStrategy(**layout), world)
     weights = gather(module)
     return weights if trainer.global_rank == 0 else None
+
+
+def problems(family: str, layout: dict[str, Any], world: int) -> str:
+    """What a run of the adopted model would be refused for, before its processes connect."""
+    kind = FAMILIES[family]
+    return problems_of(Training(adopt(kind.build()), kind.batch), layout, world)
+
+
+def problems_of(module: L.LightningModule, layout: dict[str, Any], world: int) -> str:
+    """What a run of a module would be refused for."""
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    found = examine(trainer, module, MegatronStrategy(**layout).options, world)
+    return "\n".join(found.problems)
 
 
 def _degree(option: Any) -> int:

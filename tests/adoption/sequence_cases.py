@@ -119,7 +119,7 @@ class Counts(Habit):
 
     def built(self, adopted: bool) -> Any:
         model = super().built(adopted)
-        mlp = model.model.layers[2].mlp
+        mlp = model.model.layers[1].mlp
         own = mlp.forward
         mlp.forward = lambda x: own(x) * torch.arange(x.shape[1]).unsqueeze(1)
         return model

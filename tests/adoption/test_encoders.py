@@ -9,11 +9,12 @@ from tests.adoption.harness import job, largest_difference, reference
 
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
-    "tp2 pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
+    "zero3": (2, {"zero": 3}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp4": (4, {"tp": 4}),
     "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
-    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2}),
     "cp2": (2, {"cp": 2}),
 }
 NAMES = (
@@ -33,17 +34,18 @@ NAMES = (
 )
 _OFTEN = {
     ("bert", "cp2"),
+    ("bert classes", "tp4"),
     ("bert pretraining", "tp2 pp2"),
-    ("roberta", "pp2 zero3"),
+    ("roberta", "zero3"),
     ("vit", "tp2 pp2 sp"),
-    ("vit pixels", "tp4"),
-    ("t5", "tp2 pp2"),
+    ("vit", "cp2"),
+    ("vit pixels", "zero3"),
+    ("t5", "tp2 pp2 sp"),
     ("t5", "pp2 zero3"),
     ("t5 gated", "tp2 sp"),
-    ("opt", "tp2 pp2"),
-    ("electra", "tp2"),
+    *((name, "tp2") for name in ("opt", "distilbert", "gptj", "electra", "bart")),
 }
-"""The others stand beside one of these in all that they have of their own."""
+"""Every family and layout; encoders, encoders with decoders, and those of images all layouts."""
 _NOT_OVER_CP = {"t5", "t5 gated", "opt", "distilbert", "gptj", "electra", "bart"}
 """They compute attention with a bias, or by code of their own; see the test of the refusal."""
 

@@ -2,6 +2,7 @@
 
 import filecmp
 import os
+import re
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from lightning_megatron.layers.experts.expert_mlp import expert_mlp
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.testing import WorkerError
 from tests.adoption.families import FAMILIES
-from tests.adoption.harness import KeepDouble, Training, fit, job, largest_difference, reference
+from tests.adoption.harness import (
+    KeepDouble,
+    Training,
+    job,
+    largest_difference,
+    problems,
+    problems_of,
+    reference,
+)
 from tests.adoption.test_saving import saved
 from tests.parity.jobs import quiet_trainer
 
@@ -41,8 +50,8 @@ USUAL = {
     ("mixtral", "pp2 ep2 zero3"),
     ("qwen3 moe", "tp2"),
     ("qwen3 moe", "tp2 ep4 zero2"),
-    ("qwen3 moe", "tp2 pp2 ep2"),
-    ("qwen3 moe", "tp2 sp single"),
+    ("mixtral", "tp2 pp2 ep2"),
+    ("mixtral", "tp2 sp single"),
     ("mixtral", "cp2 ep2"),
     ("gpt-oss", "tp2 ep2"),
 }
@@ -87,14 +96,13 @@ def test_balancing_loss_of_parts_is_refused(pool, options, said):
         pool.run(2, job, "mixtral balanced", options, 2)
 
 
-def test_ep_without_experts_is_refused(pool):
-    with pytest.raises(WorkerError, match="ep=2: the module holds no MixtureOfExperts"):
-        pool.run(2, job, "llama", {"ep": 2}, 2)
+def test_ep_without_experts_is_refused():
+    assert "ep=2: the module holds no MixtureOfExperts" in problems("llama", {"ep": 2}, 2)
 
 
-def test_indivisible_experts_are_refused(pool):
-    with pytest.raises(WorkerError, match="num_experts=4, ep=8.*nearest valid: ep=4"):
-        pool.run(8, job, "mixtral", {"ep": 8}, 8)
+def test_indivisible_experts_are_refused():
+    found = problems("mixtral", {"ep": 8}, 8)
+    assert re.search("num_experts=4, ep=8.*nearest valid: ep=4", found)
 
 
 def test_only_experts_of_known_arithmetic_leave_their_own_code():
@@ -200,17 +208,10 @@ def test_checkpoints_of_experts_continue_under_another_layout(pool, tmp_path, fi
     assert largest_difference(found, expected) < 1e-9
 
 
-def _adapted(layout):
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_adapters_of_split_experts_are_refused(axis):
     peft = pytest.importorskip("peft")
-    model = FAMILIES["mixtral"].build()
     config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
-    model = adopt(peft.get_peft_model(model, config))
-    fit(Training(model, "causal"), MegatronStrategy(**layout), 2)
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=str)
-def test_adapters_of_split_experts_are_refused(pool, layout):
-    [(axis, _)] = layout.items()
-    said = rf"ParamWrapper of PEFT's LORA on MixtralExperts, which {axis}=2 splits, has no rule"
-    with pytest.raises(WorkerError, match=said):
-        pool.run(2, _adapted, layout)
+    model = adopt(peft.get_peft_model(FAMILIES["mixtral"].build(), config))
+    said = f"ParamWrapper of PEFT's LORA on MixtralExperts, which {axis}=2 splits, has no rule"
+    assert said in problems_of(Training(model, "causal"), {axis: 2}, 2)

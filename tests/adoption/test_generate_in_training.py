@@ -26,7 +26,7 @@ class Writing(L.LightningModule):
         mode = self.lm.training
         self.lm.eval()
         given = default_collate(prompts())
-        given |= {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, "use_cache": True}
+        given |= {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False, "use_cache": True}
         texts = self.lm.generate(**given)
         self.texts.append(texts.tolist())
         self.lm.train(mode)
@@ -50,7 +50,7 @@ class Writing(L.LightningModule):
         return DataLoader(BATCHES["causal"](), batch_size=4 // self._copies)
 
     def val_dataloader(self) -> DataLoader:
-        return self.train_dataloader()
+        return DataLoader(BATCHES["causal"]()[:4], batch_size=4 // self._copies)
 
 
 def trained(layout: dict[str, object] | None, world: int, copies: int, *, adapters: bool) -> object:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,19 @@ from tests.adoption.habits import HABITS
 from tests.adoption.harness import KeepDouble, fit
 from tests.parity.comparison import Found, check_found
 
+_SEQUENCES = (
+    "OwnLoss",
+    "OfProbabilities",
+    "AsTuple",
+    "Embedded",
+    "Hidden",
+    "Twice",
+    "ValueHead",
+    "Resized",
+    "Evaluates",
+    "PartOfLogits",
+)
+"""Habits in which positions matter, so that cp does something of its own."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"tp": 2}),
     "tp sp": (2, {"tp": 2, "sequence_parallel": True}),
@@ -67,17 +81,27 @@ def expected() -> dict[str, Found]:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "habits"),
     [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("tp sp", "zero 3") else ())
-        for name in LAYOUTS
+        ("tp", HABITS),
+        ("pp", HABITS),
+        ("cp", _SEQUENCES),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("tp sp", HABITS),
+                ("zero 3", HABITS),
+                ("cp", [name for name in HABITS if name not in _SEQUENCES]),
+            )
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_habits_train_as_in_one_process(
-    layout: str, expected: dict[str, Found], pool: WorkerPool
+    layout: str, habits: Iterable[str], expected: dict[str, Found], pool: WorkerPool
 ) -> None:
     world, options = LAYOUTS[layout]
-    names = [name for name in HABITS if name not in REFUSED[layout]]
+    names = [name for name in habits if name not in REFUSED[layout]]
     found = pool.run(world, job, names, options, world)[0]
     for name in names:
         check_found(name, found[name], expected[name], 1e-9)

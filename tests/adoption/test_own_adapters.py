@@ -18,7 +18,7 @@ from tests.adoption.harness import fit, largest_difference
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_layers": 4,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "max_seq_len": 16,
@@ -28,7 +28,7 @@ TARGETS = ["wq", "wk", "wo", "gate", "down", "head"]
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "tp4": (4, {"tp": 4}),
-    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
 }
 
@@ -58,7 +58,7 @@ class Tuned(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         made = torch.Generator().manual_seed(0)
-        rows = torch.randint(0, 64, (16, 13), generator=made)
+        rows = torch.randint(0, 64, (12, 13), generator=made)
         return torch.utils.data.DataLoader(list(rows), batch_size=4 // self._copies)
 
 
@@ -79,7 +79,7 @@ def job(layout: dict[str, Any], world: int) -> Any:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[pytest.mark.thorough] * ("tp2" not in name)) for name in LAYOUTS],
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name != "tp2 pp2 sp")) for name in LAYOUTS],
 )
 def test_adapters_train_as_in_one_process(pool, layout):
     world, options = LAYOUTS[layout]
@@ -117,5 +117,5 @@ def configured_job(layout: dict[str, Any], world: int) -> Any:
 def test_adapters_of_a_language_model_begin_alike_and_drop_alike(pool):
     one = pool.run(1, configured_job, {}, 1)[0]
     two = pool.run(2, configured_job, {"tp": 2}, 2)[0]
-    assert len({n for n, v in one.items() if "lora_B" in n and v.abs().max() > 0}) == 13
+    assert len({n for n, v in one.items() if "lora_B" in n and v.abs().max() > 0}) == 7
     assert largest_difference(two, one) < 1e-9

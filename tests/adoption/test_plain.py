@@ -18,7 +18,7 @@ from tests.adoption.plain_models import MODELS, Early, build, example
 
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
-    "tp2 pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp4": (4, {"tp": 4}),
     "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
@@ -28,8 +28,8 @@ SHARES = {"tp2": 0.65, "tp2 pp2": 0.5, "tp4": 0.5}
 
 
 def rows() -> list[dict[str, Tensor]]:
-    tokens = torch.randint(0, 64, (16, 12), generator=torch.Generator().manual_seed(0))
-    padding = torch.arange(12) >= 12 - torch.arange(16).unsqueeze(1) % 5
+    tokens = torch.randint(0, 64, (12, 12), generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(12) >= 12 - torch.arange(12).unsqueeze(1) % 5
     return [{"tokens": t, "padding": p} for t, p in zip(tokens, padding, strict=True)]
 
 
@@ -61,7 +61,7 @@ class Training(L.LightningModule):
         return DataLoader(rows(), batch_size=4 // self._copies)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(rows(), batch_size=4 // self._copies)
+        return DataLoader(rows()[:4], batch_size=4 // self._copies)
 
 
 @functools.cache
@@ -93,12 +93,11 @@ def held(kind: str, layout: dict[str, Any]) -> int:
 
 
 _OFTEN = {
-    ("encoder", "tp2 pp2", False),
-    ("encoder", "tp2 sp", True),
+    ("encoder", "tp2 sp", False),
     ("translator", "pp2 zero3", False),
-    ("translator", "tp4", True),
-    ("own", "tp2", False),
-    ("own", "tp2 pp2", True),
+    ("translator", "tp2", True),
+    ("own", "tp2", True),
+    ("own", "tp2 pp2", False),
 }
 """Model, layout, and whether the plan comes from a run on an example."""
 

@@ -5,8 +5,9 @@ import pytest
 from lightning_megatron import ContextConfig
 from lightning_megatron.testing import WorkerError
 from tests.adoption.habits import HABITS
-from tests.adoption.harness import largest_difference
+from tests.adoption.harness import largest_difference, problems, problems_of
 from tests.adoption.sequence_cases import (
+    InnerHook,
     habit_job,
     habit_reference,
     job,
@@ -17,7 +18,7 @@ from tests.adoption.sequence_cases import (
 _SP = {"sequence_parallel": True}
 LAYOUTS = {
     "tp2 sp": (2, {"tp": 2, **_SP}),
-    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, **_SP}),
+    "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "num_microbatches": 2, **_SP}),
     "tp2 zero3 sp": (4, {"tp": 2, "zero": 3, **_SP}),
     "tp4 sp": (4, {"tp": 4, **_SP}),
     "tp2 ep2 sp": (2, {"tp": 2, "ep": 2, **_SP}),
@@ -77,13 +78,19 @@ def test_adopted_model_trains_on_parts_as_the_unmodified_one_on_sequences(
 _OTHER = {"Dropped", "Normalises", "Hooked"}
 
 
-@pytest.mark.parametrize("layout", ["tp2 sp", "cp2", "cp2 tp2 sp"])
+_USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Hidden", "tp2 sp")]
+
+
 @pytest.mark.parametrize(
-    "habit",
+    ("habit", "layout"),
     [
-        "Cached",
-        "Hidden",
-        *(pytest.param(h, marks=pytest.mark.thorough) for h in HABITS if h not in _OTHER),
+        *_USUAL,
+        *(
+            pytest.param(habit, layout, marks=pytest.mark.thorough)
+            for habit in ("Cached", *(h for h in HABITS if h not in _OTHER))
+            for layout in ("tp2 sp", "cp2", "cp2 tp2 sp")
+            if (habit, layout) not in _USUAL
+        ),
     ],
 )
 def test_habits_of_users_give_the_numbers_of_one_process(pool, habit, layout):
@@ -111,7 +118,10 @@ def test_gathered_sequences_are_not_kept_for_the_backward(pool, layout):
     assert kept < 0.95 * kept_before
 
 
-@pytest.mark.parametrize(("layout", "rows"), [("tp2 sp", 6), ("cp2", 6), ("cp2 tp2 sp", 4)])
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [("tp2 sp", 6), ("cp2", 6), pytest.param("cp2 tp2 sp", 4, marks=pytest.mark.thorough)],
+)
 def test_blocks_see_a_part_and_nobody_makes_whole_logits(pool, layout, rows):
     world, options = LAYOUTS[layout]
     _, notes = pool.run(world, habit_job, "Watched", options, world)[0]
@@ -128,7 +138,6 @@ def test_logits_are_whole_for_who_reads_them(pool):
     ("habit", "text"),
     [
         ("Attentions", "output_attentions=True"),
-        ("InnerHook", r"model\.layers\.1\.mlp"),
         ("Hooked", "self.sizes"),
         ("Counts", "counts positions itself"),
     ],
@@ -138,10 +147,14 @@ def test_what_is_of_a_part_only_is_refused_under_cp(pool, habit, text):
         pool.run(2, habit_job, habit, {"cp": 2}, 2)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "batch", "text"),
-    [("t5", "auto", None, "computes attention itself"), ("llama", "ring", "sided", "mask")],
-)
-def test_attention_that_cannot_exchange_is_refused_under_cp(pool, family, kind, batch, text):
-    with pytest.raises(WorkerError, match=rf"ConfigError(.|\n)*{text}"):
-        pool.run(2, job, family, {"cp": ContextConfig(degree=2, kind=kind)}, 2, batch)
+def test_hooks_inside_of_blocks_are_refused_under_cp():
+    assert "model.layers.1.mlp" in problems_of(InnerHook(True, 1), {"cp": 2}, 2)
+
+
+def test_attention_of_its_own_is_refused_under_cp():
+    assert "computes attention itself" in problems("t5", {"cp": 2}, 2)
+
+
+def test_masks_that_a_ring_cannot_have_are_refused(pool):
+    with pytest.raises(WorkerError, match=r"ConfigError(.|\n)*mask"):
+        pool.run(2, job, "llama", {"cp": ContextConfig(degree=2, kind="ring")}, 2, "sided")
