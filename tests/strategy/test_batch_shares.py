@@ -1,6 +1,7 @@
 """Ranks that read unequal parts of each global batch train what one process trains."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -134,11 +135,27 @@ JOBS: list[Job] = [
 """Layouts, and what is trained on them. Of 13 samples the last batch has one, for several ranks."""
 
 
+@pytest.fixture(scope="module")
+def one_process(pool: WorkerPool) -> Any:
+    """Result of a run of one process with these options, which runs once."""
+
+    @cache
+    def result(**options: Any) -> Any:
+        return pool.run(1, fit, {}, 1, 1, **options)[0]
+
+    return result
+
+
 @pytest.mark.parametrize(("layout", "devices", "dp", "options"), JOBS, ids=str)
 def test_parts_train_and_log_what_one_process_does(
-    pool: WorkerPool, layout: dict[str, Any], devices: int, dp: int, options: dict[str, Any]
+    pool: WorkerPool,
+    one_process: Any,
+    layout: dict[str, Any],
+    devices: int,
+    dp: int,
+    options: dict[str, Any],
 ) -> None:
-    [(alone, seen)] = pool.run(1, fit, {}, 1, 1, **options)
+    alone, seen = one_process(**options)
     by_rank = pool.run(devices, fit, layout, devices, dp, **options)
     assert_same(merged([held for held, _ in by_rank]), alone)
     for _, ours in by_rank:
