@@ -203,6 +203,7 @@ def train(
         "gradient_clip_val": 0.5,
         "val_check_interval": 4,
         "num_sanity_val_steps": 1,
+        "limit_val_batches": 4,
         "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
     }
     trainer = make_trainer(layout, devices, callbacks=callbacks, **{**quiet, **options})

@@ -150,7 +150,12 @@ def parts_job(layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tens
 
 @pytest.mark.parametrize(
     ("devices", "layout"),
-    [(2, {"tp": 2}), (2, {"zero": 3}), (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "zero": 1})],
+    [
+        (2, {"tp": 2}),
+        (2, {"zero": 3}),
+        (4, {"pp": 2, "tp": 2}),
+        pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_a_module_in_parts_says_how_to_put_it_together(
@@ -198,7 +203,7 @@ def averaged_job(path: Path, layout: dict[str, Any]) -> tuple[float, float, list
     return found[0]["val"], float(trainer.callback_metrics["val"]), at_once
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_checkpoints_of_averages_are_gone_on_from(
     pool: WorkerPool, tmp_path: Path, zero: int
 ) -> None:

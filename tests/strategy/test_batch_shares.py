@@ -116,7 +116,6 @@ JOBS: list[Job] = [
     ({"zero": 2, "batch_shares": [1, 2], "microbatch_size": 2}, 2, 2, {}),
     ({"zero": 3, "batch_shares": [5, 1], "num_microbatches": 3}, 2, 2, {"by_token": True}),
     ({"zero": 3, "batch_shares": [2, 1]}, 2, 2, {"count": 13}),
-    ({"zero": 2, "batch_shares": [2, 1], "microbatch_size": 2}, 2, 2, {"count": 13}),
     ({"batch_shares": [2, 1]}, 2, 2, {"count": 13, "by_token": True}),
     ({"batch_shares": [2, 1, 1]}, 3, 3, {}),
     ({"batch_shares": [2, 1]}, 2, 2, {"kind": "Manual"}),
@@ -124,15 +123,18 @@ JOBS: list[Job] = [
     ({"batch_shares": [2, 1], "num_microbatches": 2}, 2, 2, {"kind": "Routed"}),
     ({"batch_shares": [2, 1]}, 2, 2, {"kind": "Routed", "by_token": True, "count": 13}),
     ({"tp": 2, "batch_shares": [2, 1]}, 4, 2, {}),
+    ({"pp": PipelineConfig(degree=2, schedule="zbv"), "batch_shares": [3, 1]}, 4, 2, {}),
+]
+"""Layouts, and what is trained on them. Of 13 samples the last batch has one, for several ranks."""
+THOROUGH: list[Job] = [
+    ({"zero": 2, "batch_shares": [2, 1], "microbatch_size": 2}, 2, 2, {"count": 13}),
     (
         {"zero": 2, "pp": 2, "batch_shares": [1, 3], "num_microbatches": 2},
         4,
         2,
         {"count": 13, "by_token": True},
     ),
-    ({"pp": PipelineConfig(degree=2, schedule="zbv"), "batch_shares": [3, 1]}, 4, 2, {}),
 ]
-"""Layouts, and what is trained on them. Of 13 samples the last batch has one, for several ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +148,11 @@ def one_process(pool: WorkerPool) -> Any:
     return result
 
 
-@pytest.mark.parametrize(("layout", "devices", "dp", "options"), JOBS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "devices", "dp", "options"),
+    [*JOBS, *(pytest.param(*job, marks=pytest.mark.thorough) for job in THOROUGH)],
+    ids=str,
+)
 def test_parts_train_and_log_what_one_process_does(
     pool: WorkerPool,
     one_process: Any,

@@ -192,7 +192,14 @@ def plain_decisions(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) 
     return run(pool, None, decisions, str(tmp_path_factory.mktemp("plain")))[0]
 
 
-@pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2 zbv", "pp=2 x dp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one process, 4 microbatches",
+        pytest.param("pp=2 zbv", marks=pytest.mark.thorough),
+        "pp=2 x dp=2",
+    ],
+)
 def test_trap_06_monitors_decide_alike_on_all_ranks(
     pool: WorkerPool, plain_decisions: Any, layout: str, tmp_path: Any
 ) -> None:

@@ -264,9 +264,9 @@ def guarded_job(options: Mapping[str, Any], devices: int, response: str) -> Any:
         ("one process, 4 microbatches", "rerun"),
         ("one process, 4 microbatches", "rollback"),
         ("ep=2", "skip"),
-        ("ep=2", "rollback"),
-        ("pp=2", "skip"),
         ("pp=2", "rerun"),
+        pytest.param("ep=2", "rollback", marks=pytest.mark.thorough),
+        pytest.param("pp=2", "skip", marks=pytest.mark.thorough),
     ],
 )
 def test_what_a_guard_leaves_out_or_runs_again_counts_as_often_as_it_trains(
@@ -351,7 +351,7 @@ def around_job(options: Mapping[str, Any], devices: int) -> Any:
     return fit_job(options, devices, Around())
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_so_do_mixtures_around_the_trunk_of_a_pipeline(pool: WorkerPool, ep: int) -> None:
     [(biases, weights)] = pool.run(1, around_job, {}, 1)
     options = {"pp": 2, "num_microbatches": 2, "ep": ep}

@@ -161,9 +161,7 @@ def test_a_module_goes_on_under_a_second_trainer_of_the_same_layout(
     assert_same(merged(pool.run(2, fit_twice, [layout, layout], 2)), trained_twice)
 
 
-def test_a_module_that_is_whole_may_change_its_layout(
-    pool: WorkerPool, trained_twice: Any
-) -> None:
+def test_a_module_that_is_whole_may_change_its_layout(pool: WorkerPool, trained_twice: Any) -> None:
     assert_same(merged(pool.run(2, fit_twice, [{"zero": 1}, {"zero": 3}], 2)), trained_twice)
 
 
