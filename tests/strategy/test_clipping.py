@@ -90,7 +90,7 @@ def clipped(
         gradient_clip_algorithm=algorithm,
         callbacks=[norms],
     )
-    trainer.fit(module, loader(dp=dp_of(devices, layout or {})))
+    trainer.fit(module, loader(samples(24), dp=dp_of(devices, layout or {})))
     found = {name: full(p) for name, p in module.named_parameters()}
     if layout is None or trainer.strategy.topology.tp.size == 1:
         return found, norms.found
@@ -212,7 +212,7 @@ def clip_parts(
         module = kind()
         clip = {} if kind is Pair else {"gradient_clip_val": 0.05}
         trainer = make_trainer(layout, devices, **clip, **options)
-        data = samples()
+        data = samples(24)
         if precision != "64-true":
             module, data = module.float(), TensorDataset(*(t.float() for t in data.tensors))
         trainer.fit(module, loader(data, dp=dp_of(devices, layout or {})))

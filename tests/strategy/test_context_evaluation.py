@@ -104,7 +104,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.thorough)
+        if name == "sequence parallelism, pp"
+        else name
+        for name in LAYOUTS
+    ],
+)
 def test_what_a_run_shows_of_itself_is_whole(pool: WorkerPool, alone: Any, layout: str) -> None:
     processes, options, even = LAYOUTS[layout]
     value, texts, short, logits = alone[even]

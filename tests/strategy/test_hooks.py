@@ -155,13 +155,19 @@ def gradients_at_hooks(
     return witness.seen, witness.losses, weights(module)
 
 
+OTHERS = ("pp=2, 1 microbatch", "dp=2")
+"""Layouts that differ from one that is there in the number of microbatches alone."""
+
+
 @pytest.mark.parametrize(
     ("layout", "accumulate"),
     [
-        *((layout, 1 if i % 2 else 4) for i, layout in enumerate(LAYOUTS)),
+        *((layout, 1 if i % 2 else 4) for i, layout in enumerate(LAYOUTS) if layout not in OTHERS),
         *(
-            pytest.param(layout, 4 if i % 2 else 1, marks=pytest.mark.thorough)
+            pytest.param(layout, accumulate, marks=pytest.mark.thorough)
             for i, layout in enumerate(LAYOUTS)
+            for accumulate in (1, 4)
+            if layout in OTHERS or accumulate != (1 if i % 2 else 4)
         ),
     ],
 )
@@ -288,7 +294,7 @@ def fit_class(
 
 
 @pytest.mark.parametrize("cls", [Manual, OwnBackward])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_the_module_drives_backward_itself_without_pipeline(
     pool: WorkerPool, alone: Any, cls: type[pl.LightningModule], zero: int
 ) -> None:

@@ -28,10 +28,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 1": (2, {"zero": 1}),
     "zero 3": (2, {"zero": 3}),
     "hybrid zero 2": (4, {"zero": ShardingConfig(stage=2, dp_replicate=2)}),
+    "pipeline": (2, {"pp": 2}),
     "pipeline x tp": (4, {"pp": 2, "tp": 2}),
     "zero 3 x tp": (4, {"zero": 3, "tp": 2}),
 }
-THOROUGH = {"zero 3 x tp"}
+THOROUGH = {"pipeline x tp", "zero 3 x tp"}
 
 
 def fit_job(layout: Mapping[str, Any], devices: int) -> None:

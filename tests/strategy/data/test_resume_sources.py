@@ -101,11 +101,12 @@ ROWS = [
     ("torch: streamed rows", 2, 1, {}),
     ("torch: shuffled streamed rows", 0, 1, {}),
     ("torchdata: streamed rows", 2, 2, {}),
-    ("litdata: litdata", 0, 1, {}),
-    ("litdata: litdata", 2, 2, {}),
+    ("litdata: litdata", 2, 1, {}),
 ]
 """Source, DataLoader workers, processes, layout."""
 THOROUGH = [
+    ("litdata: litdata", 0, 1, {}),
+    ("litdata: litdata", 2, 2, {}),
     ("torchdata: shuffled streamed rows", 2, 1, {}),
     ("torchdata: stream with a state", 2, 2, {}),
     ("torch: streamed rows", 0, 1, {}),
