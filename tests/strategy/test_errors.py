@@ -23,8 +23,6 @@ from tests.strategy.small import Small, dp_of, loader, make_trainer, samples
 PATIENCE_S = 90.0
 """Ranks that wait for ever are told from those of a busy machine."""
 
-PLACES = ("loss", "dataset", "optimizer")
-
 
 class Explosion(Exception):
     """What goes wrong."""
@@ -110,8 +108,10 @@ def check(error: WorkerError, ranks: int, place: str, rank: int) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        *PLACES,
-        # Two ranks of every schedule meet these, below.
+        "loss",
+        "dataset",
+        "optimizer",
+        # Two ranks meet these, below.
         *(pytest.param(place, marks=pytest.mark.thorough) for place in ("forward", "backward")),
     ],
 )
@@ -127,6 +127,7 @@ OTHERS = [name for name in SCHEDULES if name != "1f1b"]
 # Every schedule meets one of the places, and every kind of schedule all of them.
 IN_TURN = [(name, ("forward", "loss", "backward")[i % 3]) for i, name in enumerate(OTHERS)]
 IN_TURN += [("zb-h1", "forward"), ("zb-h1", "loss"), ("zb-h1", "backward")]
+IN_TURN += [("1f1b", "forward"), ("1f1b", "backward")]
 
 
 @pytest.mark.parametrize(
