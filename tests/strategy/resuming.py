@@ -203,7 +203,6 @@ def train(
         "gradient_clip_val": 0.5,
         "val_check_interval": 4,
         "num_sanity_val_steps": 1,
-        "limit_val_batches": 4,
         "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
     }
     trainer = make_trainer(layout, devices, callbacks=callbacks, **{**quiet, **options})
@@ -223,6 +222,7 @@ def interrupt_and_resume(
     **options: Any,
 ) -> dict[str, list[str]]:
     """What differs after each interruption; nothing should."""
+    options = {"limit_val_batches": 4, **options}
     whole = train(layout, devices, workers, make_loader, directory, points=points, **options)
     assert sorted(i for (e, _), p in whole.items() if e == 0 for i in p[4])  # something was read
     faults = {}
