@@ -1,7 +1,7 @@
 """A run that is interrupted at many points, and what comes after each of them."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,14 @@ def local(tensor: Any) -> Tensor:
 
 
 class Interruptions(pl.Callback):
-    """Saves where a run may be interrupted."""
+    """Saves where a run is interrupted: at some of `POINTS`."""
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
+    def __init__(self, directory: str, points: Sequence[str]) -> None:
+        self.directory, self.points = directory, points
 
     def _save(self, trainer: pl.Trainer, name: str) -> None:
-        trainer.save_checkpoint(f"{self.directory}/{name}.ckpt")
+        if name in self.points:
+            trainer.save_checkpoint(f"{self.directory}/{name}.ckpt")
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         self._save(trainer, "before the first step")
@@ -186,15 +187,16 @@ def train(
     directory: str | None = None,
     path: str | None = None,
     module: type[pl.LightningModule] = Noisy,
+    points: Sequence[str] = (),
     **options: Any,
 ) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """The curve of a run that starts fresh and saves, or that goes on from ``path``."""
+    """The curve of a run that starts fresh and saves at ``points``, or that goes on from a path."""
     # A process that starts anew has other random numbers.
     pl.seed_everything(7 if path is None else 8, verbose=False)
     curve = Curve()
     callbacks: list[pl.Callback] = [curve, *options.pop("callbacks", [])]
     if directory is not None:
-        callbacks.append(Interruptions(directory))
+        callbacks.append(Interruptions(directory, points))
     quiet: dict[str, Any] = {
         "max_epochs": EPOCHS,
         "accumulate_grad_batches": ACCUMULATE,
@@ -220,7 +222,8 @@ def interrupt_and_resume(
     **options: Any,
 ) -> dict[str, list[str]]:
     """What differs after each interruption; nothing should."""
-    whole = train(layout, devices, workers, make_loader, directory, **options)
+    options = {"limit_val_batches": 4, **options}
+    whole = train(layout, devices, workers, make_loader, directory, points=points, **options)
     assert sorted(i for (e, _), p in whole.items() if e == 0 for i in p[4])  # something was read
     faults = {}
     for point in points:

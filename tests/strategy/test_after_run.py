@@ -106,6 +106,16 @@ def owned_job(layout: dict[str, Any], precision: str, expected: dict[str, Tensor
     assert trainer.validate(module, verbose=False) == [pytest.approx(before)]
 
 
+def state_job(layout: dict[str, Any]) -> dict[str, Tensor]:
+    return lightning_megatron.gather(fitted(layout, sync_batchnorm=True)[0])
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = pool.run(1, state_job, {})[0]
+    return state
+
+
 @pytest.mark.parametrize(
     ("devices", "layout", "precision"),
     [
@@ -118,17 +128,11 @@ def owned_job(layout: dict[str, Any], precision: str, expected: dict[str, Tensor
     ],
 )
 def test_a_module_that_is_whole_is_the_users_again(
-    pool: WorkerPool, devices: int, layout: dict[str, Any], precision: str
+    pool: WorkerPool, alone: Any, devices: int, layout: dict[str, Any], precision: str
 ) -> None:
-    [expected] = pool.run(1, state_job, {})
-    if "num_microbatches" in layout:  # of which batch norms see one at a time
-        [expected] = pool.run(1, state_job, layout)
-        expected = {}
+    # Batch norms see one microbatch at a time.
+    expected = {} if "num_microbatches" in layout else alone
     pool.run(devices, owned_job, layout, precision, expected)
-
-
-def state_job(layout: dict[str, Any]) -> dict[str, Tensor]:
-    return lightning_megatron.gather(fitted(layout, sync_batchnorm=True)[0])
 
 
 def parts_job(layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
@@ -146,19 +150,23 @@ def parts_job(layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tens
 
 @pytest.mark.parametrize(
     ("devices", "layout"),
-    [(2, {"tp": 2}), (2, {"zero": 3}), (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "zero": 1})],
+    [
+        (2, {"tp": 2}),
+        (2, {"zero": 3}),
+        (4, {"pp": 2, "tp": 2}),
+        pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_a_module_in_parts_says_how_to_put_it_together(
-    pool: WorkerPool, devices: int, layout: dict[str, Any]
+    pool: WorkerPool, alone: Any, devices: int, layout: dict[str, Any]
 ) -> None:
     if "pp" in layout:
         layout = {**layout, "num_microbatches": 1}
-    [expected] = pool.run(1, state_job, {})
     by_rank = pool.run(devices, parts_job, layout)
     for rank, (found, last, said) in enumerate(by_rank):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
+        assert found.keys() == alone.keys()
+        for key, value in alone.items():
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
         assert (last != {}) == (rank == devices - 1)
         assert len(said) == 2
@@ -195,7 +203,7 @@ def averaged_job(path: Path, layout: dict[str, Any]) -> tuple[float, float, list
     return found[0]["val"], float(trainer.callback_metrics["val"]), at_once
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_checkpoints_of_averages_are_gone_on_from(
     pool: WorkerPool, tmp_path: Path, zero: int
 ) -> None:

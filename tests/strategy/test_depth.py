@@ -18,11 +18,12 @@ PACKAGE = Path(lightning_megatron.__file__).parent
 
 def frames_of_package() -> list[str]:
     """Functions of the package that are being run, the outermost first."""
+    codes = [frame.f_code for frame, _ in traceback.walk_stack(None)][::-1]
+    package, testing = f"{PACKAGE}/", f"{PACKAGE}/testing/"
     return [
-        f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.name}"
-        for frame in traceback.extract_stack()
-        if Path(frame.filename).is_relative_to(PACKAGE)
-        and not Path(frame.filename).is_relative_to(PACKAGE / "testing")
+        f"{code.co_filename.removeprefix(package)}:{code.co_name}"
+        for code in codes
+        if code.co_filename.startswith(package) and not code.co_filename.startswith(testing)
     ]
 
 
@@ -44,7 +45,9 @@ class Deep(Small):
 
 def frames_above_steps(layout: Mapping[str, Any], devices: int) -> list[list[str]]:
     module = Deep()
-    trainer = make_trainer(layout, devices, max_steps=2, accumulate_grad_batches=2)
+    trainer = make_trainer(
+        layout, devices, max_steps=2, accumulate_grad_batches=2, limit_val_batches=1
+    )
     data = loader(samples(), dp=dp_of(devices, layout))
     trainer.fit(module, data, data)
     return module.frames

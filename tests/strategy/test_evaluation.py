@@ -1,6 +1,5 @@
 """validate, test and predict run on any layout, alone, before and after fit."""
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,9 +72,13 @@ def _rows(predictions: Any) -> list[tuple[str, list[float]]]:
     return rows
 
 
+@pytest.fixture(scope="module")
+def plain(pool: WorkerPool) -> Any:
+    return run(pool, None, evaluate)[0]
+
+
 @pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2", "pp=2 zbv"])
-def test_evaluation_equals_one_process(pool: WorkerPool, layout: str) -> None:
-    [plain] = run(pool, None, evaluate)
+def test_evaluation_equals_one_process(pool: WorkerPool, plain: Any, layout: str) -> None:
     ranks = run(pool, layout, evaluate)
     assert_same(merged([rank["weights"] for rank in ranks]), plain["weights"])
     for ours in ranks:  # on every rank, also those without the last stage
@@ -90,11 +93,16 @@ def test_evaluation_equals_one_process(pool: WorkerPool, layout: str) -> None:
                 assert row == pytest.approx(wanted, rel=1e-10)
 
 
-def test_predictions_of_all_batch_ranks_are_complete(pool: WorkerPool) -> None:
-    [plain] = run(pool, None, evaluate)
-    ranks = run(pool, "pp=2 x dp=2", evaluate)
+def predict(layout: Mapping[str, Any], devices: int) -> Any:
+    dp = dp_of(devices, layout)
+    data = [loader(samples(21, seed), dp=dp) for seed in (1, 2)]
+    return make_trainer(layout, devices).predict(Evaluated(), data)
+
+
+def test_predictions_of_all_batch_ranks_are_complete(pool: WorkerPool, plain: Any) -> None:
+    ranks = run(pool, "pp=2 x dp=2", predict)
     for stage in (0, 1):
-        rows = _rows(ranks[2 * stage]["predict"]) + _rows(ranks[2 * stage + 1]["predict"])
+        rows = _rows(ranks[2 * stage]) + _rows(ranks[2 * stage + 1])
         assert sorted(name for name, _ in rows) == sorted(
             name for name, _ in _rows(plain["predict"])
         )
@@ -165,17 +173,18 @@ def normalise(
     return weights(module), {name: b.clone() for name, b in module.named_buffers()}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("lightning_megatron.layers.batch_norm") is None,
-    reason="needs the batch norm that runs on CPUs",
-)
+@pytest.fixture(scope="module")
+def normalised(pool: WorkerPool) -> Any:
+    return pool.run(1, normalise, None, 1)[0]
+
+
 @pytest.mark.parametrize(
     ("devices", "layout"), [(2, {}), (2, {"tp": 2}), (4, {"pp": 2, "num_microbatches": 1})]
 )
 def test_sync_batchnorm_takes_the_statistics_of_the_global_batch(
-    pool: WorkerPool, devices: int, layout: dict[str, Any]
+    pool: WorkerPool, normalised: Any, devices: int, layout: dict[str, Any]
 ) -> None:
-    [(plain, plain_buffers)] = pool.run(1, normalise, None, 1)
+    plain, plain_buffers = normalised
     ranks = pool.run(devices, normalise, layout, devices)
     assert_same(merged([rank[0] for rank in ranks]), plain)
     assert_same(merged([rank[1] for rank in ranks]), plain_buffers)
@@ -214,13 +223,17 @@ def averages(layout: Mapping[str, Any] | None, devices: int, count: int) -> list
     return [{key: float(value) for key, value in each.items()} for each in found]
 
 
+@pytest.fixture(scope="module")
+def averaged(pool: WorkerPool) -> Any:
+    return pool.run(1, averages, None, 1, 17)[0]
+
+
 @pytest.mark.parametrize(
     ("devices", "layout"), [(2, {"zero": 3}), (4, {"pp": 2}), (4, {})], ids=str
 )
 def test_uneven_samples_are_evaluated_once_each(
-    pool: WorkerPool, devices: int, layout: dict[str, Any]
+    pool: WorkerPool, averaged: Any, devices: int, layout: dict[str, Any]
 ) -> None:
-    [plain] = pool.run(1, averages, None, 1, 17)
     for found in pool.run(devices, averages, layout, devices, 17):
         for ours in found:
-            assert ours == pytest.approx(plain[0], rel=1e-10)
+            assert ours == pytest.approx(averaged[0], rel=1e-10)

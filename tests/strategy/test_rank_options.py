@@ -1,50 +1,45 @@
 """Options of the ranks are compared by texts that do not depend on the process."""
 
-import os
-import subprocess
-import sys
-
-from lightning_megatron.strategy.rank_options import _text
-
-WRITE = """
 from functools import partial
+from typing import Any
+
 from lightning_megatron.strategy.rank_options import _text
+
 
 class Plain:
-    def __init__(self):
-        self.names = {"C", "D", "E", "F"}
+    """Holds a set that it filled in its own order, itself, and what nobody has to know of."""
+
+    def __init__(self, *names: int) -> None:
+        self.names = set(names)
         self._cache = object()
         self.itself = self
 
-def function():
-    pass
 
-kept = [bytearray(SIZE) for _ in range(SIZE)]
-print(_text({"A", "B", "C", "D"}))
-print(_text([frozenset("abcd"), {"key": {"x", "y", "z"}}]))
-print(_text((function, Plain, Plain(), partial(function), Plain().__init__)))
-"""
+def function() -> None:
+    """Is at some address."""
 
 
-def texts(seed: int) -> list[str]:
-    """Texts that a new process writes, with a seed of its hashes, and objects in other places."""
-    found = subprocess.run(
-        [sys.executable, "-c", WRITE.replace("SIZE", str(seed * 1000))],
-        env={**os.environ, "PYTHONHASHSEED": str(seed)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    return found.stdout.splitlines()
+def options(*order: int) -> list[Any]:
+    """Options of one process; ``order`` is that of the items of its sets."""
+    numbers = set(order)
+    assert tuple(numbers) == order, "hashes that collide: the first one comes first"
+    made = Plain(*order)
+    return [
+        numbers,
+        [frozenset(numbers), {"key": numbers}],
+        (function, Plain, made, partial(function), made.__init__),  # type: ignore[misc]
+    ]
 
 
 def test_equal_options_have_the_same_text_in_every_process() -> None:
-    one = texts(1)
-    assert one == texts(2)
-    assert one[0] == "{'A', 'B', 'C', 'D'}"
-    assert one[2].startswith("(__main__.function, __main__.Plain, __main__.Plain(names={'C', 'D',")
-    assert "0x" not in one[2]
+    """Processes differ in the order of their sets, and in where their objects are."""
+    one, other = options(0, 8), options(8, 0)
+    texts = [_text(option) for option in one]
+    assert texts == [_text(option) for option in other]
+    assert texts[0] == "{0, 8}"
+    module = __name__
+    assert texts[2].startswith(f"({module}.function, {module}.Plain, {module}.Plain(names={{0, 8}}")
+    assert "0x" not in texts[2]
 
 
 def test_other_options_have_another_text() -> None:

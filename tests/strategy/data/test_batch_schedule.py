@@ -124,7 +124,9 @@ def resume(layout: Mapping[str, Any], devices: int, path: str) -> tuple[dict[str
     return train(layout, devices, resume=path)
 
 
-@pytest.mark.parametrize("steps", [6, 8, 11])  # the first epoch has eight
+@pytest.mark.parametrize(
+    "steps", [pytest.param(6, marks=pytest.mark.thorough), 8, 11]
+)  # the first epoch has eight
 def test_resuming_under_another_layout(pool: WorkerPool, tmp_path: Path, steps: int) -> None:
     path = str(tmp_path / "last.ckpt")
     pool.run(2, interrupt, {"zero": 3}, 2, steps, path)
@@ -179,7 +181,7 @@ def by_noise(
     callbacks = [schedule, seen] if resume else [schedule, seen, StopAfter(21, path)]
     if not path:
         callbacks = [schedule, seen]
-    trainer = make_trainer(layout, devices, max_epochs=8, callbacks=callbacks)
+    trainer = make_trainer(layout, devices, max_epochs=5, callbacks=callbacks)
     data = DataLoader(samples(COUNT), shuffle=True, num_workers=workers)
     trainer.fit(module, data, ckpt_path=path if resume else None, weights_only=False)
     return weights(module), seen.sizes, schedule.batch_sizes.steps

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
+from tests.strategy.refusals import refusal
 from tests.strategy.small import WIDTH, Small, make_trainer, samples
 
 
@@ -558,32 +558,50 @@ CASES = {
 }
 
 
-def fail(name: str) -> tuple[str, tuple[str, ...], bool]:
-    """The error's text and faults, and whether a process group had formed."""
+def fit(name: str) -> None:
     case = CASES[name]
-    torch.set_default_dtype(torch.float32)
-    try:
-        module = case.module(**case.sizes)
-        trainer = make_trainer(case.layout, case.devices, **case.trainer)
-        data: Any = Data() if case.data else DataLoader(samples(), batch_size=8)
-        trainer.fit(module, data)
-    except ConfigError as error:
-        return str(error), error.problems, dist.is_initialized()
-    raise AssertionError("the run was not refused")
+    module = case.module(**case.sizes)
+    trainer = make_trainer(case.layout, case.devices, **case.trainer)
+    data: Any = Data() if case.data else DataLoader(samples(), batch_size=8)
+    trainer.fit(module, data)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_wrong_configuration_is_refused_before_any_group_forms(
-    pool: WorkerPool, name: str
-) -> None:
+def test_a_wrong_configuration_is_refused_before_any_group_forms(name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.devices, fail, name)
-    text, problems, _ = ranks[0]
-    assert ranks == [(text, problems, False)] * case.devices
-    assert len(problems) == case.count, text
+    error = refusal(lambda: fit(name), case.devices)
+    text = str(error)
+    assert len(error.problems) == case.count, text
     for fragment in case.says:
         assert fragment in text, text
     assert text.count("nearest valid") >= case.count, text
+
+
+EVERYWHERE = (
+    "tp does not divide the world",
+    "columns",
+    "key-value heads",
+    "sequence length",
+    "precision",
+    "faults of options and module at once",
+)
+"""Mistakes of options, of modules built by then or not, of data and of the Trainer."""
+
+
+def fail_everywhere() -> list[tuple[str, tuple[str, ...], bool]]:
+    """Each error's text and faults, and whether a process group had formed."""
+    found = []
+    for name in EVERYWHERE:
+        with pytest.raises(ConfigError) as raised:
+            fit(name)
+        found.append((str(raised.value), raised.value.problems, dist.is_initialized()))
+    return found
+
+
+def test_every_rank_says_the_same(pool: WorkerPool) -> None:
+    assert {CASES[name].devices for name in EVERYWHERE} == {4}
+    errors = [refusal(lambda name=name: fit(name), 4) for name in EVERYWHERE]
+    assert pool.run(4, fail_everywhere) == [[(str(e), e.problems, False) for e in errors]] * 4
 
 
 def disagree() -> str:
