@@ -19,6 +19,7 @@ from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
 from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
 from lightning_megatron.layers.rotary import Rotary
+from tests.comm import lockstep
 from tests.layers.parity import Case, check, make_topology
 
 
@@ -27,7 +28,7 @@ def _x(*shape):
 
 
 def _tokens():
-    return (torch.randint(0, 16, (3, 8)),)
+    return (torch.randint(0, 16, (3, 16)),)
 
 
 def _attention(**kwargs):
@@ -141,14 +142,18 @@ CASES = {
 
 
 def _run(tp, sequence_parallel, regather):
+    with mock.patch.object(linear_functions, "regathers", return_value=regather):
+        return _check_all(tp, sequence_parallel, CASES)
+
+
+def _check_all(tp, sequence_parallel, cases):
     topology = make_topology(tp, sequence_parallel)
     failures = {}
-    with mock.patch.object(linear_functions, "regathers", return_value=regather):
-        for name, case in CASES.items():
-            try:
-                check(case, topology)
-            except AssertionError as error:
-                failures[name] = str(error)
+    for name, case in cases.items():
+        try:
+            check(case, topology)
+        except AssertionError as error:
+            failures[name] = str(error)
     return failures
 
 
@@ -158,6 +163,32 @@ def _run(tp, sequence_parallel, regather):
 )
 def test_parallel_layers_equal_plain_ones(pool, tp, sequence_parallel, regather):
     for rank, failures in enumerate(pool.run(tp, _run, tp, sequence_parallel, regather)):
+        assert failures == {}, f"rank {rank}"
+
+
+def _wide(tp):
+    """Layers of which every rank has the least part."""
+    x = _x(2, tp, 8)
+    return {
+        "column": Case(lambda: ColumnParallelLinear(8, tp), x, output_split="features"),
+        "row": Case(lambda: RowParallelLinear(tp, 8), _x(2, tp, tp), input_split="features"),
+        "embedding": Case(lambda: VocabParallelEmbedding(tp, 8), _tokens),
+        "attention": Case(
+            lambda: CausalSelfAttention(8, tp, 2, head_dim=2, rotary=Rotary(2), qkv_bias=True), x
+        ),
+        "mlp": Case(lambda: MLP(8, tp, "swiglu"), x),
+        "rms norm of split features": Case(
+            lambda: _drawn(ParallelRMSNorm(tp)),
+            _x(2, tp, tp),
+            input_split="features",
+            output_split="features",
+        ),
+    }
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(16, True), (64, False)])
+def test_parallel_layers_on_many_ranks(tp, sequence_parallel):
+    for rank, failures in enumerate(lockstep.run(tp, _check_all, tp, sequence_parallel, _wide(tp))):
         assert failures == {}, f"rank {rank}"
 
 

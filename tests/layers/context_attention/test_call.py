@@ -21,6 +21,7 @@ from lightning_megatron.parallel.activations.selective import (
 )
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context import Context
+from tests.comm import lockstep
 from tests.layers.context_attention.jobs import (
     Case,
     call_of,
@@ -105,6 +106,15 @@ def test_numbers_of_one_process(pool: WorkerPool, cp: int, order: str, ulysses: 
         )
     ]
     exact(pool.run(cp, run_cases, cp, cases, order, ulysses))
+
+
+@pytest.mark.parametrize("ulysses", [None, 4])
+def test_numbers_of_one_process_on_sixteen_ranks(ulysses: int | None) -> None:
+    """Some ranks hold padding alone."""
+    cases = [Case("ring"), Case("ring", documents="packed", window=30)]
+    if ulysses is None:
+        cases += [Case("gather", 33, causal=False), Case("ulysses", heads=(16, 2))]
+    exact(lockstep.run(16, run_cases, 16, cases, "zigzag", ulysses))
 
 
 @pytest.mark.thorough
