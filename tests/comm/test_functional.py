@@ -75,7 +75,9 @@ def test_forward_and_backward(pool, tp, exchange):
     pool.run(tp, _check, tp, exchange)
 
 
-@pytest.mark.parametrize(("tp", "exchange"), [(16, True), (64, False)])
+@pytest.mark.parametrize(
+    ("tp", "exchange"), [(16, True), pytest.param(64, False, marks=pytest.mark.thorough)]
+)
 def test_forward_and_backward_on_many_ranks(tp, exchange):
     with mock.patch.object(collectives, "exchanges", return_value=exchange):
         lockstep.run(tp, _check_all, tp, (tp, 2), (0,))
