@@ -160,7 +160,10 @@ def _check_all(tp, sequence_parallel, cases):
 
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel", "regather"),
-    [(2, False, False), (2, True, False), (2, True, True), (4, False, False), (4, True, True)],
+    [
+        *((2, False, False), (2, True, False), (2, True, True), (4, True, True)),
+        pytest.param(4, False, False, marks=pytest.mark.thorough),
+    ],
 )
 def test_parallel_layers_equal_plain_ones(pool, tp, sequence_parallel, regather):
     for rank, failures in enumerate(pool.run(tp, _run, tp, sequence_parallel, regather)):
