@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm import functional as C
 from lightning_megatron.errors import ConfigError
+from tests.comm import lockstep
 from tests.layers.parity import close, make_topology
 
 SHAPE = (4, 8, 12)
@@ -50,14 +51,14 @@ def _check(tp, exchange):
         _check_all(tp)
 
 
-def _check_all(tp):
+def _check_all(tp, shape=SHAPE, dims=(0, 1, -1)):
     topology = make_topology(tp)
     axis, rank = topology.tp, topology.tp.rank
     generator = torch.Generator().manual_seed(0)
     for name, (forward, backward) in CASES.items():
         whole = name in ("copy_to", "reduce_from")
-        for dim in (0,) if whole else (0, 1, -1):
-            inputs = [torch.randn(SHAPE, generator=generator).double() for _ in range(tp)]
+        for dim in (0,) if whole else dims:
+            inputs = [torch.randn(shape, generator=generator).double() for _ in range(tp)]
             outputs = forward(inputs, dim)
             grads = [torch.randn(o.shape, generator=generator).double() for o in outputs]
             x = inputs[rank].clone().requires_grad_()
@@ -72,6 +73,14 @@ def _check_all(tp):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_forward_and_backward(pool, tp, exchange):
     pool.run(tp, _check, tp, exchange)
+
+
+@pytest.mark.parametrize(
+    ("tp", "exchange"), [(16, True), pytest.param(64, False, marks=pytest.mark.thorough)]
+)
+def test_forward_and_backward_on_many_ranks(tp, exchange):
+    with mock.patch.object(collectives, "exchanges", return_value=exchange):
+        lockstep.run(tp, _check_all, tp, (tp, 2), (0,))
 
 
 def _large(tp):

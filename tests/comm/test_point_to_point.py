@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch import default_store, tree_flatten
 from lightning_megatron.comm.point_to_point import (
     LOOKAHEAD,
     Channel,
@@ -157,14 +158,23 @@ def test_a_sent_tensor_may_change_at_once(pool: WorkerPool) -> None:
 
 
 def late_job() -> float:
+    """Seconds that rank 0 waited for rank 1, which comes late once rank 0 looks at the clock."""
     dist.init_process_group("gloo")
+    store, now = default_store(), time.perf_counter
+
+    def told() -> float:
+        store.set("waits", "")
+        return now()
+
     meter = Meter()
     channel = InlineChannel(1 - dist.get_rank(), dist.new_group([0, 1]), TAG, meter)
     channel.expect(1)
     if dist.get_rank() == 0:
         channel.send(torch.zeros(1000))
-        channel.flush()
+        with patch.object(time, "perf_counter", told):
+            channel.flush()
     else:
+        store.wait(["waits"])
         time.sleep(0.2)
         channel.prepost()
         channel.receive()

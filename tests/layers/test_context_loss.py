@@ -71,7 +71,11 @@ def _losses(layout):
                 same_as_whole(net, topology, _weighted, tokens, targets)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.thorough] * (x == {"tp": 2})) for x in LAYOUTS],
+    ids=str,
+)
 def test_losses_of_whole_sequences(pool, layout):
     pool.run(2 * layout.get("tp", 1), _losses, layout)
 

@@ -176,8 +176,14 @@ def _functions(options, kind):
             torch.testing.assert_close(whole(outs[1].detach()), outs[0].detach())
 
 
-@pytest.mark.parametrize("kind", TABLES)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "kind"),
+    [
+        pytest.param(tp, kind, marks=[pytest.mark.thorough] * ((tp, kind) == (2, "whole")))
+        for tp in (1, 2)
+        for kind in TABLES
+    ],
+)
 def test_functions_give_one_process_numbers(pool, tp, kind):
     pool.run(2 * tp, _functions, {"tp": tp}, kind)
 

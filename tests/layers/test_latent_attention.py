@@ -157,9 +157,9 @@ def _on_cp(cp, tp, sequence_parallel, kind):
     ("cp", "tp", "sequence_parallel", "kind"),
     [
         (2, 1, False, "auto"),
-        (2, 2, True, "gather"),
         (2, 2, False, "auto"),
-        (4, 1, False, "gather"),
+        pytest.param(2, 2, True, "gather", marks=pytest.mark.thorough),
+        pytest.param(4, 1, False, "gather", marks=pytest.mark.thorough),
         (2, 1, False, "ring"),
         (2, 2, True, "ulysses"),
     ],

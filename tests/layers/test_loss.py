@@ -5,6 +5,7 @@ from torch.nn import functional as F
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from tests.comm import lockstep
 from tests.layers.parity import close, distribute, make_topology
 
 VOCAB = 16
@@ -113,6 +114,10 @@ def test_split_logits_give_the_loss_of_whole_ones(pool, tp):
     first, *others = pool.run(tp, _run_split, tp)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_each_of_many_ranks_may_hold_one_logit():
+    lockstep.run(VOCAB, _run_split, VOCAB)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

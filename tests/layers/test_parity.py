@@ -1,5 +1,6 @@
 """Every parallel layer equals the plain layer: outputs, input and weight gradients, in float64."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
 from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
 from lightning_megatron.layers.rotary import Rotary
+from tests.comm import lockstep
 from tests.layers.parity import Case, check, make_topology
 
 
@@ -27,7 +29,7 @@ def _x(*shape):
 
 
 def _tokens():
-    return (torch.randint(0, 16, (3, 8)),)
+    return (torch.randint(0, 16, (3, 16)),)
 
 
 def _attention(**kwargs):
@@ -141,23 +143,60 @@ CASES = {
 
 
 def _run(tp, sequence_parallel, regather):
+    with mock.patch.object(linear_functions, "regathers", return_value=regather):
+        return _check_all(tp, sequence_parallel, CASES)
+
+
+def _check_all(tp, sequence_parallel, cases):
     topology = make_topology(tp, sequence_parallel)
     failures = {}
-    with mock.patch.object(linear_functions, "regathers", return_value=regather):
-        for name, case in CASES.items():
-            try:
-                check(case, topology)
-            except AssertionError as error:
-                failures[name] = str(error)
+    for name, case in cases.items():
+        try:
+            check(case, topology)
+        except AssertionError as error:
+            failures[name] = str(error)
     return failures
 
 
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel", "regather"),
-    [(2, False, False), (2, True, False), (2, True, True), (4, False, False), (4, True, True)],
+    [
+        *((2, False, False), (2, True, False), (2, True, True), (4, True, True)),
+        pytest.param(4, False, False, marks=pytest.mark.thorough),
+    ],
 )
 def test_parallel_layers_equal_plain_ones(pool, tp, sequence_parallel, regather):
     for rank, failures in enumerate(pool.run(tp, _run, tp, sequence_parallel, regather)):
+        assert failures == {}, f"rank {rank}"
+
+
+def _wide(tp):
+    """Layers of which every rank has the least part."""
+    x = _x(2, tp, 8)
+    return {
+        "column": Case(lambda: ColumnParallelLinear(8, tp), x, output_split="features"),
+        "row": Case(lambda: RowParallelLinear(tp, 8), _x(2, tp, tp), input_split="features"),
+        "embedding": Case(lambda: VocabParallelEmbedding(tp, 8), _tokens),
+        "attention": Case(
+            lambda: CausalSelfAttention(8, tp, 2, head_dim=2, rotary=Rotary(2), qkv_bias=True), x
+        ),
+        "mlp": Case(lambda: MLP(8, tp, "swiglu"), x),
+        "rms norm of split features": Case(
+            lambda: _drawn(ParallelRMSNorm(tp)),
+            _x(2, tp, tp),
+            input_split="features",
+            output_split="features",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "count"),
+    [(16, True, None), (64, False, 4), pytest.param(64, False, None, marks=pytest.mark.thorough)],
+)
+def test_parallel_layers_on_many_ranks(tp, sequence_parallel, count):
+    cases = dict(itertools.islice(_wide(tp).items(), count))
+    for rank, failures in enumerate(lockstep.run(tp, _check_all, tp, sequence_parallel, cases)):
         assert failures == {}, f"rank {rank}"
 
 

@@ -260,7 +260,10 @@ def _run(tp: int, sequence_parallel: bool) -> dict[str, str]:
     return failures
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"),
+    [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.thorough)],
+)
 def test_every_function_gives_what_it_gives_of_the_whole(
     pool: WorkerPool, tp: int, sequence_parallel: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """Models of the presets' kinds train alike under every layout."""
 
+import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,7 +43,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (2, {"ep": 2, "zero": 2}),
     "ep, recomputed": (2, {"ep": 2, "activations": ActivationConfig(recompute="full")}),
     "tp, ep": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
-    "cp, ep, zero 3": (4, {"cp": 2, "ep": 4, "zero": 3}),
+    "cp, ep, zero 3": (2, {"cp": 2, "ep": 2, "zero": 3}),
+    "cp, dp, ep, zero 3": (4, {"cp": 2, "ep": 4, "zero": 3}),
     "pp, ep": (
         4,
         {"pp": PipelineConfig(degree=2, schedule="zbv"), "ep": 2, "microbatch_size": 2},
@@ -99,8 +101,17 @@ def alone(pool: WorkerPool) -> dict[str, list[float]]:
     return {name: pool.run(1, _train, name, {})[0] for name in CONFIGS}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CONFIGS)
+PAIRS = [("like DeepSeek-V3", layout) for layout in ("ep, recomputed", "cp, ep, zero 3")]
+PAIRS += [("like Qwen3-MoE", layout) for layout in ("ep", "tp, ep", "pp, ep")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.thorough] * (pair not in PAIRS))
+        for pair in itertools.product(CONFIGS, LAYOUTS)
+    ],
+)
 def test_losses_are_those_of_one_process(
     pool: WorkerPool, alone: dict[str, list[float]], name: str, layout: str
 ) -> None:

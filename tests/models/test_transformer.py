@@ -38,7 +38,12 @@ def _parity(tp, sequence_parallel):
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence_parallel"), [(2, False), (2, True), (4, False), (4, True)]
+    ("tp", "sequence_parallel"),
+    [
+        (2, False),
+        (4, True),
+        *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((2, True), (4, False))),
+    ],
 )
 def test_distributed_transformer_equals_the_plain_one(pool, tp, sequence_parallel):
     pool.run(tp, _parity, tp, sequence_parallel)

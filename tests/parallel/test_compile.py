@@ -8,10 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-
-# What the first compilation imports: here, once, rather than in every worker.
-import torch._dynamo.backends.debugging
-import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -184,7 +180,12 @@ CASES: dict[str, tuple[int, dict[str, Any], ActivationConfig]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+THOROUGH = ("model, pp=2, selective", "block, pp=2 zbv, full", "block, tp=2 pp=2 zb-h1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in THOROUGH)) for n in CASES]
+)
 def test_compiled_networks_train_as_others_do(pool: WorkerPool, name: str) -> None:
     processes, options, memory = CASES[name]
     plain = pool.run(1, train, 1, {})
@@ -235,7 +236,9 @@ def run(forward: Any, x: Tensor, block: nn.Module, meter: Meter) -> Ran:
     return Ran([y.detach(), *grads], meter.bytes, meter.calls)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "sequence_parallel", [pytest.param(False, marks=pytest.mark.thorough), True]
+)
 def test_a_block_is_one_graph_under_tp(pool: WorkerPool, sequence_parallel: bool) -> None:
     """It sends what is sent without a compiler: nothing is left out, repeated or kept instead."""
     config = LLAMA if sequence_parallel else GPT
@@ -436,7 +439,7 @@ def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
     assert found.products == products
 
 
-@pytest.mark.parametrize("memory", [FULL, SELECTIVE])
+@pytest.mark.parametrize("memory", [pytest.param(FULL, marks=pytest.mark.thorough), SELECTIVE])
 def test_a_block_that_breaks_the_graph_is_recomputed_outside(memory: ActivationConfig) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

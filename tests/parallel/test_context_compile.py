@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch._dynamo.backends.debugging
 from torch import Tensor
 from torch._dynamo.utils import counters
 

@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# What the first compilation imports: here, once, rather than in every worker.
-import torch._dynamo.backends.debugging
-import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 
 from lightning_megatron import ActivationConfig, CompileConfig, PipelineConfig

@@ -92,7 +92,13 @@ def branch_job(
     return train(MODULES[name](), strategy, callbacks=[kept], **trainer), kept.seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+THOROUGH = ("accumulation", "pipeline")
+"""Layouts that others contain."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.thorough] * (n in THOROUGH)) for n in LAYOUTS]
+)
 def test_layers_that_some_ranks_use(pool: WorkerPool, layout: str) -> None:
     """They are trained alike on all ranks; what nobody uses has no gradient, and is not decayed."""
     ranks, name, options, trainer = LAYOUTS[layout]
@@ -181,7 +187,7 @@ def apart_job(name: str) -> None:
 def test_ranks_that_run_different_units_say_so(pool: WorkerPool, name: str) -> None:
     """The one that comes last, before gloo ends the process or both wait for ever."""
     with pytest.raises(WorkerError) as failure:
-        pool.run(2, apart_job, name, timeout=60.0)
+        pool.run(2, apart_job, name)
     assert isinstance(failure.value.__cause__, ConfigError)
     text = str(failure.value.__cause__)
     assert re.match(APART[name][1], text), text

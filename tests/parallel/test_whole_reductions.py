@@ -129,7 +129,7 @@ def look(
     found: Found = {}
     for name in names:
         module = KINDS[name]()
-        trainer = make_trainer(layout, devices)
+        trainer = make_trainer(layout, devices, max_steps=2)
         try:
             trainer.fit(module, loader(dp=dp_of(devices, layout or {})))
         except Exception as error:
@@ -144,22 +144,25 @@ def alone(pool: WorkerPool) -> Found:
     return pool.run(1, look, None, 1)[0]  # type: ignore[no-any-return]
 
 
+FEW = ("Clips", "ClipsByHand", "LogsNorms", "Penalty", "Vectors")
+"""One of each kind of value."""
+
+
 @pytest.mark.parametrize(
-    ("devices", "layout", "refused"),
+    ("devices", "layout", "names"),
     [
-        (2, {"tp": 2}, "tp"),
-        (2, {"pp": 2}, "pp"),
-        (2, {"zero": 3}, "dp"),
-        (4, {"tp": 2, "zero": 3}, "tp"),
+        (2, {"tp": 2}, (*KINDS,)),
+        (2, {"pp": 2}, tuple(name for name in KINDS if name != "Penalty")),
+        (2, {"zero": 3}, FEW),
+        pytest.param(2, {"zero": 3}, (*KINDS,), marks=pytest.mark.thorough),
+        pytest.param(4, {"tp": 2, "zero": 3}, FEW, marks=pytest.mark.thorough),
     ],
-    ids=str,
+    ids=lambda value: f"{len(value)} kinds" if isinstance(value, tuple) else str(value),
 )
 def test_what_modules_see_of_their_weights(
-    pool: WorkerPool, alone: Found, devices: int, layout: dict[str, Any], refused: str
+    pool: WorkerPool, alone: Found, devices: int, layout: dict[str, Any], names: Sequence[str]
 ) -> None:
-    names = [name for name in KINDS if name != "Penalty" or refused != "pp"]
-    if devices > 2:  # one of each kind of value
-        names = ["Clips", "ClipsByHand", "LogsNorms", "Penalty", "Vectors"]
+    refused = next((axis for axis in ("tp", "pp") if axis in layout), "dp")
     for found in pool.run(devices, look, layout, devices, names):
         for name, outcome in found.items():
             pattern = REFUSED[refused].get(name)
@@ -181,7 +184,7 @@ def penalise_compiled() -> tuple[dict[str, Any], dict[str, int]]:
     counters.clear()
     torch.compiler.reset()
     module, compiled = Penalty(), CompileConfig(scope="model", backend="aot_eager")
-    make_trainer({"tp": 2, "compile": compiled}, 2).fit(module, loader())
+    make_trainer({"tp": 2, "compile": compiled}, 2, max_steps=2).fit(module, loader())
     assert counters["stats"]["unique_graphs"]
     return gather(module), dict(counters["graph_break"])
 

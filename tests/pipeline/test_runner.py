@@ -180,7 +180,7 @@ def dist_size() -> int:
     return dist.get_world_size()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("schedule", REFERENCES)
 def test_gradients_are_those_of_torch(pool: WorkerPool, schedule: str, ranks: int) -> None:
     # torch's schedules need at least as many microbatches as stages, and equal ones.
@@ -209,7 +209,7 @@ def whole_job(schedule: str, counts: list[int]) -> float:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_takes_any_number_of_microbatches(
     pool: WorkerPool, schedule: str, ranks: int

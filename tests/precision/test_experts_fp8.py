@@ -117,11 +117,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def train_all() -> dict[str | None, tuple[Outcome, dict[str, Any]]]:
+    return {recipe: train(recipe, {}) for recipe in (None, "rowwise", "delayed")}
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: WorkerPool) -> dict[str | None, tuple[Outcome, dict[str, Any]]]:
+    return pool.run(1, train_all)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_training_is_close_to_one_process(pool: WorkerPool, recipe: str, name: str) -> None:
-    alone, state = pool.run(1, train, recipe, {})[0]
-    wide, _ = pool.run(1, train, None, {})[0]
+def test_training_is_close_to_one_process(
+    pool: WorkerPool, one_process: dict[str | None, Any], recipe: str, name: str
+) -> None:
+    (alone, state), (wide, _) = one_process[recipe], one_process[None]
     assert alone.losses != wide.losses  # it is in FP8
     world, options = LAYOUTS[name]
     for found, spread in pool.run(world, train, recipe, options):

@@ -94,11 +94,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "dp=2 zero 0": (2, {"zero": 0}, 1),
     "dp=2 zero 1, 2 microbatches": (2, {"zero": 1, "num_microbatches": 2}, 1),
     "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}, 0),
+    "dp=2 zero 3": (2, {"zero": 3}, 1),
     "tp=2 dp=2 zero 3": (4, {"tp": 2, "zero": 3}, 3),
     "pp=2 dp=2": (4, {"pp": 2, "num_microbatches": 2}, 1),
     "tp=2 pp=2 dp=2 zero 3": (8, {"tp": 2, "pp": 2, "zero": 3, "num_microbatches": 2}, 3),
 }
-LONG = "tp=2 pp=2 dp=2 zero 3"
+LONG = ("dp=2 zero 1, 2 microbatches", "tp=2 dp=2 zero 3", "tp=2 pp=2 dp=2 zero 3")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_one_process_skips(alone: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n == LONG)) for n in LAYOUTS]
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in LONG)) for n in LAYOUTS]
 )
 def test_all_ranks_skip_what_one_found(pool: WorkerPool, alone: Outcome, name: str) -> None:
     world, options, rank = LAYOUTS[name]

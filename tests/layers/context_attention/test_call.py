@@ -21,6 +21,7 @@ from lightning_megatron.parallel.activations.selective import (
 )
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context import Context
+from tests.comm import lockstep
 from tests.layers.context_attention.jobs import (
     Case,
     call_of,
@@ -107,6 +108,15 @@ def test_numbers_of_one_process(pool: WorkerPool, cp: int, order: str, ulysses: 
     exact(pool.run(cp, run_cases, cp, cases, order, ulysses))
 
 
+@pytest.mark.parametrize("ulysses", [None, 4])
+def test_numbers_of_one_process_on_sixteen_ranks(ulysses: int | None) -> None:
+    """Some ranks hold padding alone."""
+    cases = [Case("ring"), Case("ring", documents="packed", window=30)]
+    if ulysses is None:
+        cases += [Case("gather", 33, causal=False), Case("ulysses", heads=(16, 2))]
+    exact(lockstep.run(16, run_cases, 16, cases, "zigzag", ulysses))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(("cp", "ulysses"), [(2, None), (3, None), (4, None), (4, 2), (4, 4)])
@@ -149,45 +159,43 @@ def test_the_last_position_learns_from_the_first(pool: WorkerPool, kind: Kind) -
     assert min(pool.run(2, _probe, kind)[0]) > 1e-6
 
 
-def _bytes(kind: Kind, case: Case, order: str, ulysses: int | None, cp: int) -> tuple[int, int]:
-    """Bytes that a rank sends forward and backward."""
-    context = make_context(cp, order, ulysses).context
-    call = call_of(case, context)
-    q, k, v, g = (cut(x, call.layout, context.cp.rank) for x in inputs_of(case))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    meter = context.cp.meter
-    before = meter.bytes
-    out = context_attend(context, call, *leaves)
-    between = meter.bytes
-    out.backward(g)
-    return between - before, meter.bytes - between
+def _bytes(cp: int, cases: Sequence[Case], order: str = "zigzag") -> list[tuple[int, int]]:
+    """Bytes that a rank sends in each case, forward and backward."""
+    context = make_context(cp, order).context
+    meter, found = context.cp.meter, []
+    for case in cases:
+        call = call_of(case, context)
+        q, k, v, g = (cut(x, call.layout, context.cp.rank) for x in inputs_of(case))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        before = meter.bytes
+        out = context_attend(context, call, *leaves)
+        between = meter.bytes
+        out.backward(g)
+        found.append((between - before, meter.bytes - between))
+    return found
 
 
 def test_bytes_are_those_of_the_formulas(pool: WorkerPool) -> None:
-    b, d, p = 2, 16, 4
-    for dtype, a in ((torch.float32, 4), (torch.bfloat16, 4)):
+    b, d, p, a = 2, 16, 4, 4
+    cases, expected = [], []
+    for dtype in (torch.float32, torch.bfloat16):
         e = dtype.itemsize
         for heads, kv_heads in ((4, 2), (4, 4), (8, 1)):
-            sizes = {"heads": (heads, kv_heads), "dtype": dtype, "dim": d, "batch": b}
             n, block = 64 // p, 2 * b * (64 // p) * kv_heads * d
-            case = Case("ring", 64, **sizes)  # type: ignore[arg-type]
-            ring = block * e * (p - 1), block * (e + a) * (p - 1)
-            assert pool.run(p, _bytes, "ring", case, "zigzag", None, p) == [ring] * p
-            case = Case("gather", 64, **sizes)  # type: ignore[arg-type]
-            gather = block * e * (p - 1), block * (e + a) * (p - 1)
-            assert pool.run(p, _bytes, "gather", case, "zigzag", None, p) == [gather] * p
-            case = Case("ulysses", 64, **sizes)  # type: ignore[arg-type]
-            wide = math.lcm(kv_heads, p)
-            one_way = 2 * b * n * d * e * (heads + wide) * (p - 1) // p
-            assert (
-                pool.run(p, _bytes, "ulysses", case, "zigzag", None, p) == [(one_way, one_way)] * p
-            )
+            passed = block * e * (p - 1), block * (e + a) * (p - 1)
+            one_way = 2 * b * n * d * e * (heads + math.lcm(kv_heads, p)) * (p - 1) // p
+            cases += [
+                Case(kind, 64, heads=(heads, kv_heads), dtype=dtype, dim=d, batch=b)
+                for kind in KINDS
+            ]
+            expected += [passed, passed, (one_way, one_way)]  # ring, gather, ulysses
+    assert pool.run(p, _bytes, p, cases) == [expected] * p
 
 
 def test_a_window_needs_its_neighbours_only(pool: WorkerPool) -> None:
     case = Case("ring", 64, window=17, dtype=torch.float32)
     block = 2 * case.batch * 16 * case.heads[1] * case.dim * 4
-    found = pool.run(4, _bytes, "ring", case, "contiguous", None, 4)
+    found = [sent for [sent] in pool.run(4, _bytes, 4, [case], "contiguous")]
     # One neighbour, which sends its part of the gradients home.
     assert [forward for forward, _ in found] == [block, block, block, 0]
     assert [backward for _, backward in found] == [block, 2 * block, 2 * block, block]
@@ -300,8 +308,11 @@ def _operator(kinds: Sequence[Kind]) -> list[bool]:
     return equal
 
 
-def test_compilers_see_one_operator(pool: WorkerPool) -> None:
-    for equal in pool.run(2, _operator, KINDS):
+@pytest.mark.parametrize(
+    "kinds", [("ring",), pytest.param(("gather", "ulysses"), marks=pytest.mark.thorough)]
+)
+def test_compilers_see_one_operator(pool: WorkerPool, kinds: Sequence[Kind]) -> None:
+    for equal in pool.run(2, _operator, kinds):
         assert all(equal)
 
 

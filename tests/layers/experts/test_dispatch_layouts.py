@@ -13,6 +13,7 @@ from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.expert_layout import ExpertConfig, ExpertDispatch
 from lightning_megatron.topology.mesh import Topology
+from tests.comm import lockstep
 from tests.layers.parity import close, distribute, finished_gradient, local_part
 
 HIDDEN = 6
@@ -30,12 +31,17 @@ CASES: dict[str, tuple[dict[str, int], bool, list[tuple[int, ...]]]] = {
     "images, whole over cp": ({"cp": 2, "ep": 2}, False, [(2, 3, 2)]),
 }
 
+ON_SIXTEEN: dict[str, tuple[dict[str, int], bool, list[tuple[int, ...]]]] = {
+    "dp": ({"dp_shard": 16, "ep": 16}, False, [(i % 3, 2) for i in range(16)]),
+    "tp and dp": ({"tp": 4, "dp_shard": 4, "ep": 8}, True, [(i, 4) for i in range(1, 5)]),
+}
 
-def _mixture() -> MixtureOfExperts:
+
+def _mixture(experts: int = 4) -> MixtureOfExperts:
     torch.manual_seed(0)
     router = RouterConfig(balance="none")
     return MixtureOfExperts(
-        HIDDEN, 4, num_experts=4, top_k=2, shared_size=8, shared_gate=True, router=router
+        HIDDEN, 4, num_experts=experts, top_k=2, shared_size=8, shared_gate=True, router=router
     ).double()
 
 
@@ -59,10 +65,15 @@ def finished(module: nn.Module, name: str, parameter: Tensor, topology: Topology
     return grad / axis.size
 
 
-def _check(name: str, kind: ExpertDispatch) -> None:
-    degrees, sequence, shapes = CASES[name]
+def _check(
+    degrees: dict[str, int],
+    sequence: bool,
+    shapes: list[tuple[int, ...]],
+    kind: ExpertDispatch,
+    experts: int = 4,
+) -> None:
     topology = dispatch_topology(degrees, sequence, kind)
-    plain = _mixture()
+    plain = _mixture(experts)
     samples = [torch.randn(*shape, HIDDEN, dtype=torch.float64) for shape in shapes]
     upstream = [torch.randn_like(x) for x in samples]
     for x, grad in zip(samples, upstream, strict=True):
@@ -72,7 +83,7 @@ def _check(name: str, kind: ExpertDispatch) -> None:
         return x.chunk(topology.tp.size, 1)[topology.tp.rank] if sequence else x
 
     place = topology.batch.rank
-    parallel = distribute(copy.deepcopy(_mixture()), topology)
+    parallel = distribute(copy.deepcopy(_mixture(experts)), topology)
     x = own(samples[place].detach()).clone().requires_grad_()
     y = parallel(x)
     close("output", y, own(plain(samples[place])))
@@ -88,4 +99,9 @@ def _check(name: str, kind: ExpertDispatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_mixture_gives_what_one_process_gives(pool: Any, name: str, kind: ExpertDispatch) -> None:
     processes = 4 if name in ("tp and dp", "ep of two, of tp and dp") else 2
-    pool.run(processes, _check, name, kind)
+    pool.run(processes, _check, *CASES[name], kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("dp", "once"), ("tp and dp", "gather")])
+def test_a_mixture_on_sixteen_ranks(name: str, kind: ExpertDispatch) -> None:
+    lockstep.run(16, _check, *ON_SIXTEEN[name], kind, 16)

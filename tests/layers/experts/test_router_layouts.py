@@ -155,7 +155,10 @@ def _ranks(options):
     return math.prod(n for axis, n in options.items() if axis in ("tp", "cp", "dp_shard"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[pytest.mark.thorough] * (n == "cp=2 tp=2")) for n in LAYOUTS],
+)
 def test_layouts(pool, layout):
     options = LAYOUTS[layout]
     divisible = "sequence_parallel" in options and "cp" not in options

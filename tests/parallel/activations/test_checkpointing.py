@@ -293,7 +293,7 @@ MODES = (
     ActivationConfig(recompute="selective", keep=["attention"], blocks=["*.mlp", "*.attention"]),
     ActivationConfig(recompute="full", group=2),
 )
-GROUPED = ("alone", "tp=2", "pp=2", "dp=2 zero 3")
+GROUPED = ("alone", "tp=2", "pp=2", "pp=2 zbv", "dp=2 zero 3")
 """Layouts that are tried with groups too."""
 
 
@@ -320,6 +320,12 @@ LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
     "alone": (1, "gpt", 0.2, {"num_microbatches": 2}),
     "tp=2": (2, "gpt", 0.2, {"tp": 2}),
     "pp=2": (2, "deep", 0.2, {"pp": 2, "num_microbatches": 2}),
+    "pp=2 zbv": (
+        2,
+        "deep",
+        0.2,
+        {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2},
+    ),
     "pp=2 zbv tp=2": (
         4,
         "gpt",
@@ -331,13 +337,19 @@ LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+THOROUGH = ("pp=2", "pp=2 zbv tp=2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in THOROUGH)) for n in LAYOUTS]
+)
 def test_dropout_and_all_are_the_same_to_the_bit(pool: WorkerPool, name: str) -> None:
     world, architecture, dropout, options = LAYOUTS[name]
     modes = MODES if name in GROUPED else MODES[:-1]
     pool.run(world, compare_job, options, architecture, dropout, modes=modes)
 
 
+@pytest.mark.thorough
 def test_the_same_under_bfloat16(pool: WorkerPool) -> None:
     options = {"tp": 2, "sequence_parallel": True, "zero": 3}
     pool.run(4, compare_job, options, "llama", 0.2, "bf16-mixed", MODES[:-1])

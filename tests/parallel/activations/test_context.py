@@ -62,7 +62,11 @@ def dropping_job(options: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Te
     ("layout", "processes"),
     [
         ({"cp": 2, "num_microbatches": 2}, 2),
-        ({"cp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}, 4),
+        pytest.param(
+            {"cp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2},
+            4,
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_masks_differ_over_cp_and_come_again_when_blocks_are_recomputed(
@@ -107,17 +111,17 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def modes_job(
-    options: Mapping[str, Any], dropout: float, modes: Sequence[str]
+    options: Mapping[str, Any], dropout: float, modes: Sequence[str], steps: int = 2
 ) -> dict[str, tuple[int, int]]:
     """Messages and bytes that this rank sends over cp, by what is recomputed.
 
-    The weights after two steps must be the same, to the bit.
+    The weights afterwards must be the same, to the bit.
     """
     found, weights = {}, {}
     for name in modes:
         L.seed_everything(1, verbose=False)
         strategy = MegatronStrategy(**options, activations=ActivationConfig(**MODES[name]))
-        module = Attentive(Data(steps=2, lengths=(13, 8)), dropout)
+        module = Attentive(Data(steps=steps, lengths=(13, 8)), dropout)
         quiet_trainer(strategy).fit(module)
         meter = strategy.topology.meters["cp"]
         found[name] = meter.calls, meter.bytes
@@ -137,7 +141,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [*list(KINDS)[:3], pytest.param("both", marks=pytest.mark.thorough)]
+    "kind",
+    [
+        *("ring", "gather"),
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("ulysses", "both")),
+    ],
 )
 def test_what_attention_has_exchanged_is_kept(pool: WorkerPool, kind: str) -> None:
     """Also the masks of its weights are the same again."""
@@ -154,13 +162,26 @@ def test_what_attention_has_exchanged_is_kept(pool: WorkerPool, kind: str) -> No
         assert again[1] <= size / 2, "no more than what the forward has sent"
 
 
-@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.thorough)])
-def test_stages_that_recompute_rings_keep_step(pool: WorkerPool, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "modes", "steps"),
+    [
+        ("zbv", ("none", "full"), 1),
+        *(
+            pytest.param(schedule, MOST, 2, marks=pytest.mark.thorough)
+            for schedule in ("zbv", "1f1b")
+        ),
+    ],
+)
+def test_stages_that_recompute_rings_keep_step(
+    pool: WorkerPool, schedule: str, modes: Sequence[str], steps: int
+) -> None:
     """Under ZeRO 3, whose collectives lie between those of the rings."""
     pp = PipelineConfig(degree=2, schedule=schedule)
     options = {"cp": 2, "pp": pp, "zero": 3, "num_microbatches": 3}
-    for sent in pool.run(4, modes_job, options, 0.0, MOST):
-        assert sent["selective"] == sent["none"]
+    by_rank = pool.run(4, modes_job, options, 0.0, modes, steps)
+    for sent in by_rank:
+        assert sent.get("selective", sent["none"]) == sent["none"]
+    assert any(sent["full"] > sent["none"] for sent in by_rank), "where the blocks are"
 
 
 class Ragged(L.LightningModule):
@@ -197,7 +218,7 @@ def ragged_job(options: Mapping[str, Any]) -> dict[str, Tensor]:
     return whole_parameters(module, strategy.topology)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_blocks_know_again_how_long_each_microbatch_was(pool: WorkerPool, pp: int) -> None:
     """Positions of padding that were seen would change the numbers."""
     [plain] = pool.run(1, ragged_job, {})
