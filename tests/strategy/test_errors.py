@@ -4,8 +4,8 @@ How long that takes a command is measured in `tests/launched`.
 """
 
 import os
-import time
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from typing import Any
