@@ -110,7 +110,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 SMALL = VALUES | {
     **dict.fromkeys(("tp", "pp", "dp", "cp", "num_microbatches"), (1, 2)),
-    "kind": ("ring", "gather", "ulysses"),
+    "kind": ("ring", "ulysses"),
+    "zero": (0, 1, 3),
     "schedule": ("1f1b",),
 }
 """Those whose pairs are covered by default, within four processes."""
@@ -126,31 +127,26 @@ def legal_layouts(options: dict[str, tuple[Any, ...]], most: int) -> Iterator[La
 
 LAYOUTS = (
     Layout(),
-    Layout(cp=2, zero=0),
-    Layout(dp=2, zero=0),
-    Layout(cp=2, zero=2),
-    Layout(cp=2, kind="gather"),
     Layout(dp=2, dp_replicate=2, num_microbatches=2, architecture="gpt"),
     Layout(pp=2, cp=2),
-    Layout(pp=2, dp=2, zero=3, dp_replicate=2),
-    Layout(tp=2, pp=2, zero=0, sequence_parallel=True),
-    Layout(pp=2, cp=2, zero=0, kind="ulysses"),
-    Layout(tp=2, cp=2, sequence_parallel=True),
-    Layout(tp=2, cp=2, zero=2, kind="ulysses"),
-    Layout(cp=2, dp=2, zero=0, kind="ulysses", num_microbatches=2),
+    Layout(pp=2, cp=2, zero=3, kind="ulysses", num_microbatches=2, architecture="gpt"),
+    Layout(pp=2, dp=2, zero=0),
+    Layout(pp=2, dp=2, dp_replicate=2),
+    Layout(tp=2, pp=2, zero=0, sequence_parallel=True, num_microbatches=2),
+    Layout(tp=2, dp=2, zero=3, dp_replicate=2, sequence_parallel=True),
+    Layout(tp=2, cp=2, zero=0, num_microbatches=2),
+    Layout(tp=2, cp=2, zero=0, kind="ulysses", sequence_parallel=True, architecture="gpt"),
+    Layout(tp=2, cp=2, sequence_parallel=True, num_microbatches=2, architecture="gpt"),
+    Layout(cp=2, dp=2, zero=3, dp_replicate=2),
     Layout(cp=2, dp=2, dp_replicate=2, kind="ulysses"),
-    Layout(cp=2, dp=2, zero=3, dp_replicate=2, kind="gather"),
-    Layout(pp=2, cp=2, zero=2, kind="gather", num_microbatches=2, architecture="gpt"),
-    Layout(tp=2, cp=2, zero=3, kind="ulysses", sequence_parallel=True, architecture="gpt"),
-    Layout(tp=2, dp=2, zero=2, dp_replicate=2, sequence_parallel=True, num_microbatches=2),
-    Layout(cp=2, dp=2, zero=3, dp_replicate=2, num_microbatches=2, architecture="gpt"),
-    Layout(tp=2, cp=2, zero=0, kind="gather", sequence_parallel=True, architecture="gpt"),
+    Layout(cp=2, zero=2, kind="gather"),
+    Layout(dp=2, zero=2, num_microbatches=4),
     Layout(tp=4, num_microbatches=4),
     Layout(pp=3, schedule="gpipe", num_microbatches=4, architecture="gpt"),
     Layout(dp=4, zero=3, dp_replicate=2),
     Layout(cp=4, kind="both", zero=3),
 )
-"""Two ranks for an axis and four for two of them, and each larger degree once."""
+"""Two ranks for an axis and four for two of them; each larger degree and other value once."""
 FURTHER = (
     Layout(pp=2, dp=2, zero=2, dp_replicate=2, num_microbatches=4),
     Layout(tp=2, dp=2, zero=0, sequence_parallel=True, num_microbatches=4),
@@ -165,7 +161,6 @@ FURTHER = (
     Layout(tp=4, dp=2, zero=0, num_microbatches=2),
     Layout(tp=4, pp=2, num_microbatches=4, architecture="gpt"),
     Layout(tp=4, pp=2, schedule="gpipe", num_microbatches=4),
-    Layout(cp=2, dp=2, dp_replicate=2, kind="ulysses"),
     Layout(pp=3, cp=2, kind="gather", schedule="gpipe", num_microbatches=4),
     Layout(pp=3, cp=2, zero=0, schedule="gpipe", architecture="gpt"),
     Layout(

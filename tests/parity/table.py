@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_megatron import ActivationConfig, PipelineConfig
+from tests.parallel.context_check.strangers import MIXING
 from tests.parity import (
     context_habits,
     context_items,
@@ -396,7 +397,7 @@ _EP_CUT["TensorHooks"] = {
 _OF_STAGES = {
     name
     for name in strangers.STRANGERS
-    if {"pp"} & (TABLE[f"strangers/{name}"].refused | TABLE[f"strangers/{name}"].aside).keys()
+    if "pp" in {*TABLE[f"strangers/{name}"].refused, *TABLE[f"strangers/{name}"].aside}
 }
 """Strangers that are not those of one process under a pipeline, whatever ep is."""
 enter(
@@ -406,9 +407,8 @@ enter(
     **_EP_CUT,
     ClipsByHand={"also": ("ep zero 3",)},
     ByHand={"also": ("ep zero 3",)},
-    SavesWeights={"also": ("ep tp",), **_TWICE},
+    SavesWeights=_TWICE,
     PenaltyTimesLoss={"also": ("ep tp",)},
-    NormOfEach={"also": ("ep tp",)},
     NotesState={"also": ("ep tp",)},
     Unfreezes=_TWICE,
     RateByHand=_TWICE,
@@ -429,8 +429,6 @@ enter(
     partial(Entry, kinds=("experts",)),
     Freezes={**_TWICE, "also": ("ep zero 3",)},
     Recomputes={"also": ("ep zero 3",)},
-    Repeats={"also": ("ep zero 3",)},
-    Masks={"also": ("ep tp",)},
 )
 _ONLY_EP = ("ep zero 0", "ep zero 3", "ep tp", "experts tp")
 _NEVER = partial(Entry, kinds=("experts",), without=_ONLY_EP)
@@ -491,7 +489,7 @@ TABLE["items/ordinary"] = Entry(
     tolerance=1e-11,
 )
 for _name in ("gate", "positions", "convolution", "loss beside"):
-    _words = context_items.MIXING[_name][1]
+    _words = MIXING[_name][1]
     TABLE[f"items/{_name}"] = Entry(
         module=partial(context_items.Network, _name),
         kinds=("context",),

@@ -150,18 +150,19 @@ def test_chunked_loss_trains_as_whole_logits_do(
 @pytest.mark.parametrize(
     ("layout", "scope", "how"),
     [
-        (Layout(tp=2, sequence_parallel=True, architecture="shallow"), "model", {}),
         (Layout(dp=2, zero=3, architecture="gpt"), "model", {"group": 2}),
-        (Layout(dp=2, zero=3, architecture="gpt"), "block", {}),
         (Layout(pp=2, num_microbatches=2, architecture="gpt"), "block", {"recompute": "selective"}),
         *(
-            pytest.param(layout, "block", how, marks=pytest.mark.thorough)
-            for layout, how in (
-                (Layout(tp=2, dp=2, zero=3, architecture="gpt"), {}),
+            pytest.param(layout, scope, how, marks=pytest.mark.thorough)
+            for layout, scope, how in (
+                (Layout(tp=2, sequence_parallel=True, architecture="shallow"), "model", {}),
+                (Layout(dp=2, zero=3, architecture="gpt"), "block", {}),
+                (Layout(tp=2, dp=2, zero=3, architecture="gpt"), "block", {}),
                 (
                     Layout(
                         tp=2, pp=2, sequence_parallel=True, num_microbatches=2, architecture="gpt"
                     ),
+                    "block",
                     {"recompute": "selective"},
                 ),
             )
@@ -186,11 +187,11 @@ def test_compiled_models_that_recompute_train_as_others_do(
     [
         (2, {"cp": ContextConfig(degree=2, kind="ring", order="contiguous")}),
         (4, {"cp": ContextConfig(degree=4, kind="ring", ulysses=2, order="contiguous")}),
-        (3, {"cp": ContextConfig(degree=3, kind="gather", order="contiguous"), "zero": 3}),
         (3, {"cp": 3, "zero": 3, "num_microbatches": 2}),
         *(
             pytest.param(world, options, marks=pytest.mark.thorough)
             for world, options in (
+                (3, {"cp": ContextConfig(degree=3, kind="gather", order="contiguous"), "zero": 3}),
                 (4, {"cp": ContextConfig(degree=4, kind="ring", order="contiguous")}),
                 (6, {"cp": 3, "pp": 2, "zero": 3, "num_microbatches": 2}),
                 (4, {"cp": 4}),
@@ -278,7 +279,7 @@ CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 FEW_CASES = (
     *("pp=2 tp=2 in parts", "pp=2 dp=2 interleaved zero 1", "pp=2 dp=2 zb-h1 zero 0"),
-    "cp=2 dp=2 zero 2",
+    *("cp=2 dp=2 zero 2", "dp=2 zero 2", "pp=2 zbv"),
 )
 """Layouts that meet cases in `make test-all`: each axis of them is in another layout, too."""
 

@@ -160,7 +160,7 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2 zero 1": (2, {"tp": 2}),
 }
 EXPERTS_GO_ON = {
-    "ep=2 zero 3": "tp=2 zero 1",
+    "ep=2 tp=2 zero 1": "tp=2 zero 1",
     "ep=4 tp=2 zero 2": "ep=2 zero 0",
     "ep=4 tp=2 zero 3": "tp=2 zero 1",
 }

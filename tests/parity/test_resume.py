@@ -142,7 +142,6 @@ CHAINS: dict[str, Chain] = {
             (2, {"cp": 2, "zero": 3}),
             (1, {}),
             (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
-            (2, {"pp": PipelineConfig(degree=2, schedule="gpipe"), "num_microbatches": 4}),
         )
     ),
     "32-true": Chain(

@@ -218,9 +218,7 @@ LONG = set(EXTRAS) - {
     "the user's checkpointed blocks, zbv",
     "offload, zbv",
     "shards in host memory, v-min",
-    "sequence parallel, v-half",
     "parts of sequences, zbv",
-    "in parts over tp, 1f1b",
     "in parts over tp, zbv",
 }
 """In `make test-all`: by default a schedule of another kind meets the same option."""
