@@ -19,7 +19,10 @@ layout of each kind, chosen by the module's name, and those that its entry asks 
 others are met in `make test-all` (`meetings`).
 
 Modules that a layout must train run one after the other in the same processes, and so do those
-that it must refuse: `train_all` and `refuse_all` are the jobs of the workers.
+that it must refuse: `train_all` and `refuse_all` are the jobs of the workers. Where one rank alone
+finds the error, its peers wait for it: the entry says so by `apart`, and the module gets a job of
+its own. A failure names module, layout and rank; of a rank that is stuck, the last line of output
+names the module.
 """
 
 import logging

@@ -1,7 +1,17 @@
 """The table: modules of the kinds that users write, and the layouts under which they train.
 
 `tests.parity.prove` says what an entry means. To add a module, write its class into one of the
-modules imported here (or a new one) and enter it below; to add a layout, enter it in `LAYOUTS`.
+files imported here, or a new one, and enter it below::
+
+    TABLE["strangers/Mine"] = Entry(
+        module=strangers.Mine,
+        kinds=SPLIT,
+        refused={"pp": "what the error of a pipeline says"},
+    )
+
+Then ``pytest tests/parity/test_modules.py -k Mine`` runs the jobs that it takes part in, a dozen
+modules of one layout each. To add a layout, enter it in `LAYOUTS`. What a run begins with, before a
+step, is held by `tests.parity.test_written_weights`, to the bit.
 """
 
 from collections.abc import Callable

@@ -41,7 +41,8 @@ def jobs(chosen: Callable[[Meeting], bool]) -> list[Any]:
         for first in range(0, len(names), IN_A_JOB):
             part = names[first : first + IN_A_JOB]
             marks = [pytest.mark.thorough] * thorough
-            made.append(pytest.param(layout, part, id=f"{layout}: {part[0]}", marks=marks))
+            title = f"{layout}: {' '.join(name.rpartition('/')[2] for name in part)}"
+            made.append(pytest.param(layout, part, id=title, marks=marks))
     return made
 
 
