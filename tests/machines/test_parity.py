@@ -11,12 +11,15 @@ from lightning_megatron.testing import WorkerPool
 from tests.machines import Machines, needs_machines
 from tests.machines.strangers import LAYOUTS, train
 from tests.parity.strangers import STRANGERS
-from tests.parity.test_strangers import COUNTS, REFUSED
+from tests.parity.table import TABLE
 
 pytestmark = [needs_machines, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
-NAMES = [name for name in STRANGERS if not any(name in names for names in REFUSED.values())]
-NAMES.remove(COUNTS)
+NAMES = [
+    name
+    for name in STRANGERS
+    if not (TABLE[f"strangers/{name}"].refused or TABLE[f"strangers/{name}"].aside)
+]
 
 
 def alone(names: list[str]) -> dict[str, Any]:

@@ -410,15 +410,3 @@ KEPT: dict[str, type[Speaker]] = {
     )
 }
 """Modules that train as in one process."""
-REFUSED: dict[str, tuple[type[Speaker], str]] = {
-    "LeavesLosses": (LeavesLosses, r"cp=2: net\.block.* leaves a tensor in losses"),
-    "Hooks": (Hooks, r"self\.features: .*one of cp=2 parts"),
-    "ReadsLate": (ReadsLate, r"register_hook of the output of a PipelineSequential .*cp > 1"),
-    "DifferentiatesLate": (DifferentiatesLate, r"grad of the output of a PipelineSequential"),
-    "Carries": (Carries, r"cp=2"),
-    "OwnAttention": (OwnAttention, r"cp=2.*net\.block.*scaled_dot_product_attention"),
-    "OwnPositions": (OwnPositions, r"cp=2.*net\.places.*arange"),
-    "PoolsUnawares": (PoolsUnawares, r"cp=2.*net\.mean.*mean"),
-    "NoSplit": (NoSplit, r"cp=2: nothing in the module splits the sequence"),
-}
-"""Modules that no part of a sequence can keep true, and what the error says."""

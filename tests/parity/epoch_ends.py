@@ -1,11 +1,16 @@
-"""Modules that compute at the end of an epoch from what their steps have filled."""
+"""Modules that compute at the end of an epoch, and between batches, from what steps have filled.
+
+`notes` collects what they have found out. Callbacks monitor what they log, and decide by it.
+"""
 
 from collections import Counter, defaultdict
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,6 +56,7 @@ class ByHand(L.LightningModule):
         self.train_losses: list[Tensor] = []
         self.temperature = 1.0
         self.unshareable = {"net": self.trunk, "hook": lambda: 0}
+        self.notes: list[Any] = []
 
     def data(self, seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
@@ -96,7 +102,7 @@ class ByHand(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         self.log("acc", self.accuracy.compute())
         self.log_dict(self.several.compute())
-        self.log("logits", self.logits_mean.compute())
+        self.log("logits", round(float(self.logits_mean.compute()), 7))  # it adds in float32
         self.log("diagonal", self.confusion.diagonal().sum() / self.confusion.sum())
         self.log("stacked", torch.stack(self.outputs).sum() / SAMPLES)
         self.log("first_class", sum(self.by_class[0]) / len(self.by_class[0]))
@@ -115,9 +121,31 @@ class ByHand(L.LightningModule):
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
 
+    def configure_callbacks(self) -> Any:
+        return [
+            ModelCheckpoint(filename="{epoch}-{val:.6f}-{acc:.4f}", monitor="val", save_top_k=1),
+            EarlyStopping("val", min_delta=0.02, patience=0),
+        ]
+
+    def on_fit_end(self) -> None:
+        assert 1 < self.trainer.current_epoch < 6, "early stopping has to decide something"
+        best = self.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        self.notes += [self.trainer.current_epoch, self.temperature, Path(best).name]
+
+
+class LastValues(L.Callback):
+    """Notes what is logged after each batch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        logged = trainer.callback_metrics
+        module.rows.append(tuple(float(logged[k]) for k in module.LOGGED if k in logged))
+
 
 class BetweenBatches(ByHand):
-    """Hooks after each batch log what the step filled; some of that cannot be pickled."""
+    """Hooks after each batch log what the step filled; some of that cannot be pickled.
+
+    One of the values names and chooses checkpoints.
+    """
 
     LOGGED = ("summed", "label_0", "running", "train_acc")
 
@@ -127,6 +155,7 @@ class BetweenBatches(ByHand):
         class Local(Average):
             pass
 
+        self.rows: list[tuple[float, ...]] = []
         self.losses: list[float] = []
         self.by_label: dict[int, list[int]] = defaultdict(lambda: [0])
         self.local = Local()
@@ -157,6 +186,17 @@ class BetweenBatches(ByHand):
         self.by_label.clear()
         self.phases["train"].reset()
 
+    def configure_callbacks(self) -> Any:
+        name = "{step}-{running:.6f}"
+        best = ModelCheckpoint(None, name, "running", every_n_train_steps=2, save_top_k=2)
+        return [LastValues(), best]
+
+    def on_fit_end(self) -> None:
+        assert len(set(self.rows)) == len(self.rows) == 6
+        best: Any = self.trainer.checkpoint_callback
+        self.notes += [value for row in self.rows for value in row]
+        self.notes += sorted(Path(path).name for path in best.best_k_models)
+
 
 class AfterBatches(L.LightningModule):
     """A hook after each batch notes what it reads; the subclasses say what steps fill."""
@@ -168,7 +208,7 @@ class AfterBatches(L.LightningModule):
         self.train_losses: list[float] = []
         self.meter = Average()
         self.reduce = {"mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
-        self.noted: list[Any] = []
+        self.notes: list[Any] = []
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(0)
@@ -180,6 +220,9 @@ class AfterBatches(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def on_train_end(self) -> None:
+        assert len(set(self.notes)) == 3
 
 
 class NamedByStage(AfterBatches):
@@ -195,7 +238,7 @@ class NamedByStage(AfterBatches):
 
     def on_train_batch_end(self, *args: Any) -> None:
         # A list holds the losses of microbatches, as many in each batch.
-        self.noted.append(sum(self.train_losses) / len(self.train_losses))
+        self.notes.append(sum(self.train_losses) / len(self.train_losses))
 
 
 class WithMeter(AfterBatches):
@@ -207,7 +250,7 @@ class WithMeter(AfterBatches):
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.noted.append(self.meter.total / self.meter.count)
+        self.notes.append(self.meter.total / self.meter.count)
 
 
 class WithFunctions(AfterBatches):
@@ -219,18 +262,21 @@ class WithFunctions(AfterBatches):
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.noted.append(self.reduce["mean"](self.train_losses))
+        self.notes.append(self.reduce["mean"](self.train_losses))
 
 
 class NotedByRank(AfterBatches):
     """A hook before each batch notes the rank; the step only reads that."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert len(self.noted) == batch_idx + 1
+        assert len(self.notes) == batch_idx + 1
         return self.loss(batch)
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.noted.append(self.global_rank)
+        self.notes.append(self.global_rank)
+
+    def on_train_end(self) -> None:
+        pass
 
 
 class Reporter:
@@ -253,7 +299,7 @@ class ReadByOther(AfterBatches):
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.noted.append(self.reporter.report(self))
+        self.notes.append(self.reporter.report(self))
 
 
 class ReadByName(ReadByOther):
@@ -261,4 +307,33 @@ class ReadByName(ReadByOther):
 
     def on_train_batch_end(self, *args: Any) -> None:
         losses = attrgetter("train_losses")(self)
-        self.noted.append(sum(losses) / len(losses))
+        self.notes.append(sum(losses) / len(losses))
+
+
+class CallsTrunk(ByHand):
+    """Calls its trunk where the stages of a pipeline do not."""
+
+    def on_train_epoch_end(self) -> None:
+        self.trunk(torch.zeros(1, WIDTH, dtype=torch.float64))
+
+
+class Unshareable(ByHand):
+    """Hooks read a container that holds, further in, what no process can give to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[Any]] = {"val": []}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = float(self.trunk(batch[0]).sum())
+        self.calls["val"].append(lambda: value)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", sum(call() for call in self.calls["val"]))
+
+
+FILLING: dict[str, type[AfterBatches]] = {
+    kind.__name__: kind
+    for kind in (NamedByStage, WithMeter, WithFunctions, ReadByOther, ReadByName)
+}
+"""Ways of steps to fill what a hook reads."""

@@ -53,12 +53,18 @@ class WithMixture(Stranger):
         )
 
 
-MIXED: dict[str, type[Stranger]] = {
-    name: type(name, (WithMixture, kind), {})
+def mixed(name: str) -> Stranger:
+    """A stranger with a mixture in its net."""
+    module: Stranger = type(name, (WithMixture, STRANGERS[name]), {})()
+    return module
+
+
+MIXED = [
+    name
     for name, kind in STRANGERS.items()
     if ("__init__" not in vars(kind) or name in ("ByHand", "Unfreezes")) and name != "Signs"
-}
-"""Strangers with a mixture; not the one that takes signs, of gradients that are rounding errors."""
+]
+"""Strangers that take a mixture; not the one that takes signs, of gradients that are roundings."""
 
 
 class Sets(FromMemory):
@@ -319,11 +325,14 @@ class TeachesAndRecomputes(Recomputes):
         return super().forward(x)
 
 
-NEVER: dict[str, tuple[type[Sets], str]] = {
-    "Chooses": (Chooses, r"ep=2: ranks \(0, 1\) run different layers with experts"),
-    "Softens": (Softens, r"ep=2: mix\.forward \(Soft\) computes with down, up itself"),
-}
-"""Modules that are refused, and what the error says."""
+class HooksRouter(SharesBias):
+    """A hook gets what the router is given, a part of the tokens where tp splits them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix.router.register_forward_hook(lambda *_: None)
+
+
 OWN: dict[str, type[Sets]] = {
     kind.__name__: kind
     for kind in (

@@ -84,20 +84,47 @@ TOGETHER = ("ep", "tp", "zero")
 """Options that decide together over which ranks experts lie."""
 
 
-def legal_expert_layouts() -> Iterator[ExpertLayout]:
-    for values in itertools.product(*VALUES.values()):
-        layout = ExpertLayout(**dict(zip(VALUES, values, strict=True)))
-        if layout.legal:
+def legal_expert_layouts(options: dict[str, tuple[Any, ...]], most: int) -> Iterator[ExpertLayout]:
+    """All layouts with these values that need no more than ``most`` processes."""
+    for values in itertools.product(*options.values()):
+        layout = ExpertLayout(**dict(zip(options, values, strict=True)))
+        if layout.world_size <= most and layout.legal:
             yield layout
 
 
+SMALL = VALUES | {
+    **dict.fromkeys(("ep", "dp"), (1, 2)),
+    "zero": (0, 1, 3),
+    "sequence_parallel": (False,),
+    "schedule": ("1f1b", "zbv"),
+    "dispatch": ("once",),
+    "recompute": ("none", "full"),
+}
+"""Those whose pairs are covered by default, within four processes."""
 EXPERT_LAYOUTS = (
+    ExpertLayout(dp=2, zero=0, ep=2),
+    ExpertLayout(tp=2, zero=0, ep=2),
+    ExpertLayout(tp=2, zero=3, num_microbatches=2),
+    ExpertLayout(tp=2, dp=2, dp_replicate=2),
+    ExpertLayout(tp=2, pp=2, zero=0, recompute="full"),
+    ExpertLayout(tp=2, pp=2, schedule="zbv", ep=2),
+    ExpertLayout(tp=2, cp=2, zero=3, ep=2, recompute="full"),
+    ExpertLayout(pp=2, cp=2, num_microbatches=2, ep=2, recompute="full"),
+    ExpertLayout(pp=2, cp=2, zero=0, schedule="zbv", num_microbatches=2),
+    ExpertLayout(pp=2, dp=2, zero=3, dp_replicate=2, ep=2),
+    ExpertLayout(pp=2, dp=2, zero=3, dp_replicate=2, schedule="zbv", recompute="full"),
+    ExpertLayout(cp=2, dp=2, dp_replicate=2, num_microbatches=2),
+    ExpertLayout(dp=4, ep=4),
+    ExpertLayout(tp=2, zero=2, ep=2, sequence_parallel=True, dispatch="gather"),
+    ExpertLayout(pp=2, schedule="interleaved", recompute="selective"),
+)
+"""Two ranks for an axis and four for two of them, and each other value once."""
+FURTHER = (
     ExpertLayout(tp=2, ep=2),
     ExpertLayout(tp=2, zero=0, ep=2, recompute="selective"),
     ExpertLayout(tp=2, zero=3),
     ExpertLayout(tp=2, zero=3, ep=2),
     ExpertLayout(cp=2, dp=2, zero=0, ep=4, dispatch="gather", recompute="full"),
-    ExpertLayout(dp=4, ep=4),
     ExpertLayout(pp=2, cp=2, zero=3, schedule="zbv", recompute="full"),
     ExpertLayout(pp=2, dp=2, dp_replicate=2, recompute="selective"),
     ExpertLayout(pp=2, dp=2, zero=0, ep=2),
@@ -150,3 +177,4 @@ EXPERT_LAYOUTS = (
         tp=2, pp=2, dp=2, zero=2, dp_replicate=2, schedule="zbv", num_microbatches=2, ep=4
     ),
 )
+"""Layouts of `make test-all`, which cover all pairs within eight processes."""

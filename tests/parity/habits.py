@@ -1,6 +1,6 @@
 """What modules do that look at or write to weights and gradients, each as a module of its own.
 
-All of it works under ``DistributedDataParallel``. `seen` collects what a module has found out on
+All of it works under ``DistributedDataParallel``. `notes` collects what a module has found out on
 the way, which every layout is to find out alike.
 """
 
@@ -33,7 +33,7 @@ class Habit(FromMemory):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.seen: list[float] = []
+        self.notes: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
@@ -44,7 +44,7 @@ class Habit(FromMemory):
         return F.mse_loss(self(x), y)
 
     def note(self, value: Any) -> None:
-        self.seen.append(float(value))
+        self.notes.append(float(value))
 
     def probe(self) -> None:
         with torch.no_grad():
@@ -192,7 +192,7 @@ class Generates(FromMemory):
         config = GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         self.model = GPT2LMHeadModel(config)
-        self.seen: list[float] = []
+        self.notes: list[float] = []
 
     def batch(self, step: int) -> Any:
         return draw(6, high=11, step=step)
@@ -204,7 +204,7 @@ class Generates(FromMemory):
     def on_train_batch_end(self, *_: Any) -> None:
         prompt = torch.tensor([[1, 2, 3]])
         found = self.model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        self.seen += found.flatten().tolist()
+        self.notes += found.flatten().tolist()
 
 
 def halved(gradient: Tensor) -> Tensor:
@@ -236,15 +236,15 @@ class LogsGradients(Habit):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = grad_norm(self, norm_type=2)
         self.log_dict(norms)
-        self.seen += [float(value) for value in norms.values()]
-        self.seen += [float(p.grad.abs().max()) for p in self.parameters()]
+        self.notes += [float(value) for value in norms.values()]
+        self.notes += [float(p.grad.abs().max()) for p in self.parameters()]
 
 
 class LooksAtBatchEnd(Habit):
     """Gradients stay until they are cleared."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.seen += [float(p.grad.abs().sum()) for p in self.parameters()]
+        self.notes += [float(p.grad.abs().sum()) for p in self.parameters()]
 
 
 class AddsNoise(Habit):

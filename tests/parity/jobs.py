@@ -1,8 +1,5 @@
 """What the workers do: the reference's model built from our layers, trained by a Trainer."""
 
-import logging
-import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +24,7 @@ from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.topology.mesh import Topology
 from tests.parity import reference
+from tests.parity.prove import quiet_trainer as quiet_trainer
 from tests.parity.reference import Architecture, Data
 
 _PARTS = {
@@ -189,24 +187,6 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Whole parameters of this rank's stage."""
     extra: Any = None
-
-
-def quiet_trainer(strategy: Any, **options: Any) -> L.Trainer:
-    """A Trainer that only trains."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*num_workers.*|.*GPU available.*|.*full_state.*")
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
-        "precision": "64-true",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
-    return L.Trainer(strategy=strategy, **{**defaults, **options})
 
 
 def whole_parameters(module: nn.Module, topology: Topology) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """The layouts under which the model is trained: data, chosen so that they cover all pairs.
 
 The full product of the options below has more than two thousand legal members within eight
-processes. The table covers every pair of option values that some legal layout has (a value counts
-only where it makes a difference: a ZeRO stage needs `dp > 1`, a schedule `pp > 1`).
+processes. The tables cover every pair of option values that some legal layout has (a value counts
+only where it makes a difference: a ZeRO stage needs `dp > 1`, a schedule `pp > 1`). By default they
+cover those of degrees of two within four processes; `tests.parity.test_schedules` has the pairs of
+schedules.
 """
 
 import itertools
@@ -106,15 +108,46 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def legal_layouts() -> Iterator[Layout]:
-    for values in itertools.product(*VALUES.values()):
-        layout = Layout(**dict(zip(VALUES, values, strict=True)))
-        if layout.legal:
+SMALL = VALUES | {
+    **dict.fromkeys(("tp", "pp", "dp", "cp", "num_microbatches"), (1, 2)),
+    "kind": ("ring", "ulysses"),
+    "zero": (0, 1, 3),
+    "schedule": ("1f1b",),
+}
+"""Those whose pairs are covered by default, within four processes."""
+
+
+def legal_layouts(options: dict[str, tuple[Any, ...]], most: int) -> Iterator[Layout]:
+    """All layouts with these values that need no more than ``most`` processes."""
+    for values in itertools.product(*options.values()):
+        layout = Layout(**dict(zip(options, values, strict=True)))
+        if layout.world_size <= most and layout.legal:
             yield layout
 
 
 LAYOUTS = (
     Layout(),
+    Layout(dp=2, dp_replicate=2, num_microbatches=2, architecture="gpt"),
+    Layout(pp=2, cp=2),
+    Layout(pp=2, cp=2, zero=3, kind="ulysses", num_microbatches=2, architecture="gpt"),
+    Layout(pp=2, dp=2, zero=0),
+    Layout(pp=2, dp=2, dp_replicate=2),
+    Layout(tp=2, pp=2, zero=0, sequence_parallel=True, num_microbatches=2),
+    Layout(tp=2, dp=2, zero=3, dp_replicate=2, sequence_parallel=True),
+    Layout(tp=2, cp=2, zero=0, num_microbatches=2),
+    Layout(tp=2, cp=2, zero=0, kind="ulysses", sequence_parallel=True, architecture="gpt"),
+    Layout(tp=2, cp=2, sequence_parallel=True, num_microbatches=2, architecture="gpt"),
+    Layout(cp=2, dp=2, zero=3, dp_replicate=2),
+    Layout(cp=2, dp=2, dp_replicate=2, kind="ulysses"),
+    Layout(cp=2, zero=2, kind="gather"),
+    Layout(dp=2, zero=2, num_microbatches=4),
+    Layout(tp=4, num_microbatches=4),
+    Layout(pp=3, schedule="gpipe", num_microbatches=4, architecture="gpt"),
+    Layout(dp=4, zero=3, dp_replicate=2),
+    Layout(cp=4, kind="both", zero=3),
+)
+"""Two ranks for an axis and four for two of them; each larger degree and other value once."""
+FURTHER = (
     Layout(pp=2, dp=2, zero=2, dp_replicate=2, num_microbatches=4),
     Layout(tp=2, dp=2, zero=0, sequence_parallel=True, num_microbatches=4),
     Layout(pp=3, dp=2, zero=3, dp_replicate=2, num_microbatches=2, architecture="gpt"),
@@ -128,7 +161,6 @@ LAYOUTS = (
     Layout(tp=4, dp=2, zero=0, num_microbatches=2),
     Layout(tp=4, pp=2, num_microbatches=4, architecture="gpt"),
     Layout(tp=4, pp=2, schedule="gpipe", num_microbatches=4),
-    Layout(cp=2, dp=2, dp_replicate=2, kind="ulysses"),
     Layout(pp=3, cp=2, kind="gather", schedule="gpipe", num_microbatches=4),
     Layout(pp=3, cp=2, zero=0, schedule="gpipe", architecture="gpt"),
     Layout(
@@ -165,8 +197,6 @@ LAYOUTS = (
     ),
     Layout(pp=2, cp=4, zero=0, num_microbatches=2, architecture="gpt"),
     Layout(tp=2, cp=4, zero=2, kind="both", sequence_parallel=True, architecture="gpt"),
-)
-FURTHER = (
     Layout(num_microbatches=2, architecture="gpt"),
     Layout(dp=4, dp_replicate=2, architecture="gpt"),
     Layout(pp=3, dp=2, zero=0, schedule="gpipe", num_microbatches=2),
@@ -205,4 +235,4 @@ FURTHER = (
     Layout(tp=4, dp=2, zero=3, dp_replicate=2, sequence_parallel=True, num_microbatches=2),
     Layout(tp=4, pp=2, schedule="gpipe", architecture="gpt"),
 )
-"""Layouts of `make test-all`, whose pairs are among those of the others."""
+"""Layouts of `make test-all`, which cover all pairs within eight processes."""

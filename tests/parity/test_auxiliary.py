@@ -204,7 +204,11 @@ WAYS = (
 @pytest.mark.parametrize(
     ("way", "by_token", "accumulate"),
     [
-        (way, by_token, 1 + (index + by_token) % 2)
+        pytest.param(
+            *(way, by_token, 1 + (index + by_token) % 2),
+            # By default a way meets one of the two.
+            marks=[pytest.mark.thorough] * ((index // 2 + by_token) % 2),
+        )
         for index, way in enumerate(WAYS)
         for by_token in (False, True)
     ],
@@ -325,7 +329,14 @@ MIXED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXED)
+def some(*names: str) -> list[Any]:
+    """All ways, of which these are tried by default."""
+    return [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in names)) for name in MIXED
+    ]
+
+
+@pytest.mark.parametrize("name", some("one process", "ep=2", "tp=2 sp", "cp=2 ep=4"))
 def test_a_step_may_add_the_losses_itself(pool: WorkerPool, name: str) -> None:
     devices, options = MIXED[name]
     expected, mean = by_hand()
@@ -334,7 +345,7 @@ def test_a_step_may_add_the_losses_itself(pool: WorkerPool, name: str) -> None:
         assert logged["auxiliary"] == pytest.approx(mean, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", some("microbatches", "tp=2 sp", "full", "selective"))
 def test_injected_ones_have_the_same_gradient(pool: WorkerPool, name: str) -> None:
     devices, options = MIXED[name]
     expected, _ = by_hand()

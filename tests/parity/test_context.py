@@ -16,14 +16,18 @@ from tests.parity.test_matrix import TOLERANCE, close
 
 LAYOUTS = (
     (Layout(cp=2, zero=0), False, 1),
+    (Layout(cp=2, zero=2, num_microbatches=2), True, 1),
     (Layout(cp=2, dp=2, zero=1), True, 2),
+    (Layout(cp=2, dp=2, dp_replicate=2, zero=3), False, 1),
+    (Layout(cp=2, pp=2, zero=3, num_microbatches=2), True, 1),
+)
+FURTHER = (
     (Layout(cp=2, dp=2, zero=2, num_microbatches=2), True, 1),
     (Layout(cp=2, dp=2, zero=3), True, 1),
-    (Layout(cp=2, dp=2, dp_replicate=2, zero=3), False, 1),
     (Layout(cp=2, dp=2, dp_replicate=2, zero=1), True, 1),
-    (Layout(cp=2, pp=2, zero=3, num_microbatches=2), True, 1),
     (Layout(cp=4, tp=2, zero=1), False, 1),
 )
+"""Of `make test-all`."""
 
 
 def check(found: Sequence[Outcome], plain: Outcome) -> None:
@@ -37,7 +41,11 @@ def check(found: Sequence[Outcome], plain: Outcome) -> None:
         assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize(("layout", "by_token", "accumulate"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "by_token", "accumulate"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.thorough) for case in FURTHER)],
+    ids=str,
+)
 def test_parts_of_sequences_train_as_whole_ones(
     pool: WorkerPool, layout: Layout, by_token: bool, accumulate: int
 ) -> None:
@@ -50,12 +58,22 @@ def test_parts_of_sequences_train_as_whole_ones(
 @pytest.mark.parametrize(
     ("layout", "optimizer", "others"),
     [
-        (Layout(cp=2, dp=2, zero=3), "muon", (Layout(), Layout(cp=2, zero=1), Layout(tp=2))),
+        (Layout(cp=2, zero=3), "muon", (Layout(), Layout(tp=2))),
         (Layout(dp=2, zero=1), "adafactor", (Layout(cp=2, dp=2, dp_replicate=2, zero=2),)),
-        (Layout(cp=2, dp=2), "muon", (Layout(dp=4, zero=3), Layout(cp=4, zero=0))),
-        (Layout(cp=2, pp=2, zero=1, num_microbatches=2), "adafactor", (Layout(cp=2, zero=3),)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (Layout(cp=2, dp=2, zero=3), "muon", (Layout(cp=2, zero=1), Layout(tp=2))),
+                (Layout(cp=2, dp=2), "muon", (Layout(dp=4, zero=3), Layout(cp=4, zero=0))),
+                (
+                    Layout(cp=2, pp=2, zero=1, num_microbatches=2),
+                    "adafactor",
+                    (Layout(cp=2, zero=3),),
+                ),
+            )
+        ),
     ],
-    ids=str,
+    ids=["muon", "adafactor", "muon, four ranks", "muon, replicas", "adafactor, pp"],
 )
 def test_runs_go_on_in_other_parts(
     pool: WorkerPool, tmp_path: Path, layout: Layout, optimizer: str, others: Sequence[Layout]
@@ -76,7 +94,16 @@ def test_runs_go_on_in_other_parts(
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(cp=2, zero=1), Layout(cp=2, dp=2, zero=3), Layout(cp=2, zero=0)], ids=str
+    "layout",
+    [
+        Layout(cp=2, zero=1),
+        Layout(cp=2, zero=3),
+        *(
+            pytest.param(layout, marks=pytest.mark.thorough)
+            for layout in (Layout(cp=2, dp=2, zero=3), Layout(cp=2, zero=0))
+        ),
+    ],
+    ids=str,
 )
 def test_two_optimizers_step_by_hand(pool: WorkerPool, layout: Layout) -> None:
     data = Data(steps=2)
@@ -88,9 +115,14 @@ def test_two_optimizers_step_by_hand(pool: WorkerPool, layout: Layout) -> None:
 @pytest.mark.parametrize(
     ("layout", "nodes"),
     [
-        (Layout(cp=2, dp=2), "aabb"),
         (Layout(cp=2, dp=2, zero=3), "aabb"),
-        (Layout(cp=4, zero=2, num_microbatches=2), "abab"),
+        *(
+            pytest.param(layout, nodes, marks=pytest.mark.thorough)
+            for layout, nodes in (
+                (Layout(cp=2, dp=2), "aabb"),
+                (Layout(cp=4, zero=2, num_microbatches=2), "abab"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -101,7 +133,12 @@ def test_parts_on_several_nodes(pool: WorkerPool, layout: Layout, nodes: str) ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"cp": 2}, {"cp": 2, "pp": 2, "num_microbatches": 1}], ids=["cp=2", "pp=2 cp=2"]
+    "options",
+    [
+        {"cp": 2},
+        pytest.param({"cp": 2, "pp": 2, "num_microbatches": 1}, marks=pytest.mark.thorough),
+    ],
+    ids=["cp=2", "pp=2 cp=2"],
 )
 def test_parts_draw_other_numbers_inside_of_the_trunk(
     pool: WorkerPool, tmp_path: Path, options: dict[str, Any]
@@ -122,8 +159,13 @@ def test_parts_draw_other_numbers_inside_of_the_trunk(
     ("world", "options"),
     [
         (2, {"cp": ContextConfig(degree=2, kind="gather")}),
-        (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),
-        (4, {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 3}),
+        *(
+            pytest.param(4, {"cp": 2, **options}, marks=pytest.mark.thorough)
+            for options in (
+                {"pp": 2, "num_microbatches": 2},
+                {"tp": 2, "sequence_parallel": True, "zero": 3},
+            )
+        ),
     ],
     ids=str,
 )

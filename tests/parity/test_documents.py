@@ -81,12 +81,19 @@ def packed_job(options: dict[str, Any], architecture: Architecture) -> Outcome:
     "layout",
     [
         Layout(architecture="gpt"),
-        Layout(tp=2, pp=2, num_microbatches=2),
-        Layout(pp=2, dp=2, zero=3, num_microbatches=2, architecture="gpt"),
+        Layout(pp=2, num_microbatches=2),
+        Layout(cp=2, kind="gather", zero=3),
         Layout(tp=2, cp=2, sequence_parallel=True),
         Layout(pp=2, cp=2, kind="ulysses", num_microbatches=2, architecture="gpt"),
-        Layout(cp=2, dp=2, kind="gather", zero=3),
-        pytest.param(Layout(cp=4, dp=2, zero=2), marks=pytest.mark.thorough),
+        *(
+            pytest.param(layout, marks=pytest.mark.thorough)
+            for layout in (
+                Layout(tp=2, pp=2, num_microbatches=2),
+                Layout(pp=2, dp=2, zero=3, num_microbatches=2, architecture="gpt"),
+                Layout(cp=2, dp=2, kind="gather", zero=3),
+                Layout(cp=4, dp=2, zero=2),
+            )
+        ),
     ],
     ids=str,
 )

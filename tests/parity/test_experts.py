@@ -20,8 +20,16 @@ from lightning_megatron.parallel.whole_reductions import unseen
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.fault_tolerance.replicas.test_check import Flip
-from tests.parity.expert_layouts import EXPERT_LAYOUTS, ExpertLayout, legal_expert_layouts
+from tests.parity.expert_layouts import (
+    EXPERT_LAYOUTS,
+    FURTHER,
+    SMALL,
+    VALUES,
+    ExpertLayout,
+    legal_expert_layouts,
+)
 from tests.parity.jobs import Outcome, ParityModule, train_job
+from tests.parity.layouts import MOST_PROCESSES
 from tests.parity.reference import EXPERTS, HIDDEN, LAYERS, MLP, Data, reference_curve
 from tests.parity.test_matrix import check
 from tests.parity.test_precision import close as within
@@ -30,7 +38,11 @@ from tests.parity.test_repartition import MOVES_BEFORE, fit, forced, measured
 HYBRID = {"ep": 2, "zero": ShardingConfig(stage=2, dp_replicate=2), "num_microbatches": 2}
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*EXPERT_LAYOUTS, *(pytest.param(one, marks=pytest.mark.thorough) for one in FURTHER)],
+    ids=str,
+)
 def test_trains_as_a_plain_loop_does(pool: WorkerPool, layout: ExpertLayout) -> None:
     """Under cp also with lengths that no rank number divides."""
     data = Data(lengths=(8,) if layout.cp == 1 else (8, 7))
@@ -39,25 +51,47 @@ def test_trains_as_a_plain_loop_does(pool: WorkerPool, layout: ExpertLayout) -> 
 
 
 def test_layouts_cover_all_pairs() -> None:
-    possible = set().union(*(layout.combinations() for layout in legal_expert_layouts()))
-    covered = set().union(*(layout.combinations() for layout in EXPERT_LAYOUTS))
-    assert not sorted(possible - covered, key=str)
-    assert all(layout.legal for layout in EXPERT_LAYOUTS)
-    assert len(set(EXPERT_LAYOUTS)) == len(EXPERT_LAYOUTS)
+    for layouts, values, most in (
+        (EXPERT_LAYOUTS, SMALL, 4),
+        (EXPERT_LAYOUTS + FURTHER, VALUES, MOST_PROCESSES),
+    ):
+        legal = legal_expert_layouts(values, most)
+        possible = set().union(*(layout.combinations() for layout in legal))
+        covered = set().union(*(layout.combinations() for layout in layouts))
+        assert not sorted(possible - covered, key=str)
+        assert all(layout.legal for layout in layouts)
+        assert len(set(layouts)) == len(layouts)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_experts_without_a_token_take_part(pool: WorkerPool, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"ep": 2, "zero": 0}),
+        (4, {"ep": 4, "tp": 2, "zero": 3}),
+        *(
+            pytest.param(4, {"ep": 4, "tp": 2, "zero": zero}, marks=pytest.mark.thorough)
+            for zero in (0, 1, 2)
+        ),
+    ],
+    ids=str,
+)
+def test_experts_without_a_token_take_part(
+    pool: WorkerPool, world: int, options: dict[str, Any]
+) -> None:
     """AdamW decays them, and moments of earlier steps move them."""
     data = Data(alike=True)
-    outcomes = pool.run(4, train_job, {"ep": 4, "tp": 2, "zero": zero}, "mixture", data)
+    outcomes = pool.run(world, train_job, options, "mixture", data)
     check(outcomes, reference_curve("mixture", data))
 
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(4, HYBRID), (4, {"ep": 2, "tp": 2, "zero": 1}), (4, {"ep": 2, "zero": 3})],
-    ids=["hybrid zero 2", "tp=2 zero 1", "zero 3"],
+    [
+        (2, {"ep": 2, "tp": 2, "zero": 1}),
+        (4, {"ep": 2, "zero": 3}),
+        pytest.param(4, HYBRID, marks=pytest.mark.thorough),
+    ],
+    ids=["tp=2 zero 1", "zero 3", "hybrid zero 2"],
 )
 def test_gradients_accumulate_over_batches(
     pool: WorkerPool, world: int, options: dict[str, Any]
@@ -73,7 +107,7 @@ def moving_job(options: dict[str, Any], data: Data) -> Outcome:
         return fit(ParityModule("mixture", data), options)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_experts_move_to_another_stage(pool: WorkerPool, zero: int) -> None:
     data = Data(steps=MOVES_BEFORE + 2)
     options = {"pp": measured(), "num_microbatches": 2, "ep": 2, "zero": zero}
@@ -109,27 +143,37 @@ def alone(pool: WorkerPool) -> dict[str, Outcome]:
     return found
 
 
+_ALL = tuple(PRECISIONS)
+_ZERO_2 = {"zero": ShardingConfig(stage=2, offload_optimizer=True)}
+_ZERO_3 = {"zero": ShardingConfig(stage=3, offload_optimizer=True), "tp": 2}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "precisions"),
     [
-        {"zero": ShardingConfig(stage=2, offload_optimizer=True)},
-        {"zero": ShardingConfig(stage=3, offload_optimizer=True), "tp": 2},
+        pytest.param(_ZERO_2, ("bf16-true",), id="zero 2 offloaded, bf16-true"),
+        pytest.param(_ZERO_3, ("bf16-mixed",), id="tp=2 zero 3 offloaded, bf16-mixed"),
         *(
-            pytest.param(options, marks=pytest.mark.thorough)
-            for options in (
-                {"zero": 0},
-                {"zero": 1},
-                {"zero": ShardingConfig(stage=3, offload_parameters=True)},
-            )
+            pytest.param(options, _ALL, marks=pytest.mark.thorough, id=name)
+            for name, options in {
+                "zero 2 offloaded": _ZERO_2,
+                "tp=2 zero 3 offloaded": _ZERO_3,
+                "zero 0": {"zero": 0},
+                "zero 1": {"zero": 1},
+                "zero 3 offloaded": {"zero": ShardingConfig(stage=3, offload_parameters=True)},
+            }.items()
         ),
     ],
-    ids=["zero 2 offloaded", "tp=2 zero 3 offloaded", "zero 0", "zero 1", "zero 3 offloaded"],
 )
 def test_lower_precisions_are_close_to_one_process(
-    pool: WorkerPool, alone: dict[str, Outcome], options: dict[str, Any]
+    pool: WorkerPool,
+    alone: dict[str, Outcome],
+    options: dict[str, Any],
+    precisions: Sequence[str],
 ) -> None:
-    for found in pool.run(4, precision_job, list(PRECISIONS), {**options, "ep": 2}):
-        for precision, (loss_tolerance, norm_tolerance) in PRECISIONS.items():
+    for found in pool.run(4, precision_job, precisions, {**options, "ep": 2}):
+        for precision in precisions:
+            loss_tolerance, norm_tolerance = PRECISIONS[precision]
             expected, outcome = alone[precision], found[precision]
             within(precision, outcome.losses, expected.losses, loss_tolerance)
             within(precision, outcome.norms, expected.norms, norm_tolerance)
@@ -169,19 +213,22 @@ def replica_job(options: dict[str, Any]) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("world", "options", "found"),
     [
-        ({"ep": 2, "tp": 2, "zero": 0}, "rank 0 and rank 2"),
-        ({"tp": 2, "zero": 0}, "rank 2 differ from the majority"),
-        ({"ep": 2, "zero": ShardingConfig(stage=3, dp_replicate=2)}, "rank 0 and rank 2"),
-        ({"ep": 4, "zero": 0}, "^$"),
+        (4, {"ep": 2, "tp": 2, "zero": 0}, "rank 0 and rank 2"),
+        (4, {"ep": 2, "zero": ShardingConfig(stage=3, dp_replicate=2)}, "rank 0 and rank 2"),
+        (4, {"ep": 4, "zero": 0}, "^$"),
+        pytest.param(
+            *(4, {"tp": 2, "zero": 0}, "rank 2 differ from the majority"),
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["ep=2 tp=2", "tp=2", "hybrid", "no copies"],
+    ids=["ep=2 tp=2", "hybrid", "no copies", "tp=2"],
 )
 def test_copies_of_experts_are_compared(
-    pool: WorkerPool, options: dict[str, Any], found: str
+    pool: WorkerPool, world: int, options: dict[str, Any], found: str
 ) -> None:
-    for equal, text in pool.run(4, replica_job, options):
+    for equal, text in pool.run(world, replica_job, options):
         assert equal
         assert re.search(found, text), text
 
@@ -210,11 +257,16 @@ def at_rest_job(options: dict[str, Any]) -> tuple[int, int]:
     [
         (4, {"tp": 2, "ep": 4, "zero": 2}, 4, 4),
         (4, {"tp": 2, "zero": 1}, 1, 4),
-        (8, {"ep": 2, "zero": 2}, 2, 8),
-        (8, {"tp": 2, "ep": 2, "zero": 3}, 8, 8),
-        (8, {"ep": 2, "zero": ShardingConfig(stage=3, dp_replicate=2)}, 4, 4),
-        (8, {"tp": 2, "zero": 3}, 8, 8),
         (2, {"tp": 2, "zero": 3}, 2, 2),
+        (8, {"ep": 2, "zero": 2}, 2, 8),
+        *(
+            pytest.param(8, options, held, held, marks=pytest.mark.thorough)
+            for options, held in (
+                ({"tp": 2, "ep": 2, "zero": 3}, 8),
+                ({"ep": 2, "zero": ShardingConfig(stage=3, dp_replicate=2)}, 4),
+                ({"tp": 2, "zero": 3}, 8),
+            )
+        ),
     ],
     ids=str,
 )

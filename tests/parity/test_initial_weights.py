@@ -105,6 +105,12 @@ def weights_job(strategy_options: dict[str, Any], precision: str) -> dict[str, O
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
+    (2, {"pp": PipelineConfig(degree=2, schedule="zbv")}),
+    (2, {"zero": 3}),
+    (2, {"ep": 2, "tp": 2, "zero": 0}),
+    (4, {"ep": 2, "zero": 3}),
+]
+FURTHER: list[tuple[int, dict[str, Any]]] = [
     (4, {"tp": 4}),
     (2, {"pp": 2}),
     (3, {"pp": 3}),
@@ -114,9 +120,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"tp": 2, "pp": 2, "zero": 2, "sequence_parallel": True}),
     (2, {"ep": 2}),
     (4, {"ep": 4, "tp": 2}),
-    (4, {"ep": 2, "zero": 3}),
     (4, {"ep": 2, "pp": 2, "zero": 0}),
 ]
+"""Of `make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,11 @@ def test_are_random_and_complete(alone: dict[str, dict[str, Tensor]]) -> None:
         assert len({w.flatten()[0].item() for w in matrices}) == len(matrices)
 
 
-@pytest.mark.parametrize(("world", "options"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.thorough) for one in FURTHER)],
+    ids=str,
+)
 def test_are_the_same_in_every_layout(
     pool: WorkerPool, alone: dict[str, dict[str, Tensor]], world: int, options: dict[str, Any]
 ) -> None:

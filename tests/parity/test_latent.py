@@ -69,7 +69,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp, selective": (2, {"cp": 2, "zero": 3, "activations": SELECTIVE}),
     "ring": (2, {"cp": ContextConfig(degree=2, kind="ring")}),
     "tp, cp, sequences": (4, {"tp": 2, "cp": 2, "ep": 4, "sequence_parallel": True}),
-    "zero bubble": (4, {"pp": PipelineConfig(degree=2, schedule="zbv"), "tp": 2, "zero": 0}),
+    "zero bubble": (2, {"pp": PipelineConfig(degree=2, schedule="zbv")}),
+    "zero bubble, tp": (4, {"pp": PipelineConfig(degree=2, schedule="zbv"), "tp": 2, "zero": 0}),
     "compiled": (2, {"cp": 2, "compile": BLOCK, "activations": SELECTIVE}),
 }
 
@@ -114,7 +115,10 @@ def alone(pool: WorkerPool) -> Outcome:
     return found
 
 
-THOROUGH = ("tp, ZeRO 3, selective", "cp, full", "ring", "compiled")
+THOROUGH = (
+    *("tp, ZeRO 3, selective", "cp, full", "ring", "compiled"),
+    *("tp, cp, sequences", "zero bubble, tp"),
+)
 
 
 @pytest.mark.parametrize(

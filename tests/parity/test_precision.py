@@ -123,19 +123,43 @@ SPLIT: dict[str, dict[str, Any]] = {
 NARROW = ("bf16-mixed", "bf16-true")
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *SPLIT])
-def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], name: str) -> None:
-    if name in LAYOUTS:
-        check(pool.run(2, precision_job, LAYOUTS[name]), alone)
-    else:
-        found = pool.run(4, precision_job, SPLIT[name], precisions=NARROW)
-        check(found, {precision: alone[precision] for precision in NARROW})
+ALL = tuple(TOLERANCES)
+PRECISIONS: dict[str, Sequence[str]] = {
+    **dict.fromkeys(LAYOUTS, NARROW),
+    "tp=2": ("32-true",),
+    "dp=2 zero 0": ("32-true", "bf16-mixed"),
+    "pp=2 dp=2 zero 3 zb-h1 m=1": NARROW,
+}
+"""Of a layout: one in float32 for a weight that is cut and for one that is not, and a schedule that
+splits backwards where weights are cut. All others are tried in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precisions"),
+    [
+        *(pytest.param(*case, id=case[0]) for case in PRECISIONS.items()),
+        *(
+            pytest.param(name, ALL, marks=pytest.mark.thorough, id=f"{name}, all")
+            for name in LAYOUTS
+        ),
+        *(
+            pytest.param(name, NARROW, marks=pytest.mark.thorough, id=f"{name}, all")
+            for name in SPLIT
+        ),
+    ],
+)
+def test_is_close_to_one_process(
+    pool: WorkerPool, alone: dict[str, Outcome], name: str, precisions: Sequence[str]
+) -> None:
+    options = (LAYOUTS | SPLIT)[name]
+    found = pool.run(2 if name in LAYOUTS else 4, precision_job, options, precisions=precisions)
+    check(found, {precision: alone[precision] for precision in precisions})
 
 
 V_SHAPED: dict[str, Any] = {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_v_shaped_pipeline(pool: WorkerPool, tied: bool) -> None:
     """Tied: a weight that two stages of one rank share is as narrow as ZeRO makes the others."""
     alone = pool.run(1, precision_job, {"num_microbatches": 2}, tied=tied)[0]
@@ -146,10 +170,16 @@ def test_a_v_shaped_pipeline(pool: WorkerPool, tied: bool) -> None:
             assert outcome[precision].losses[0] == expected.losses[0], precision
 
 
-def test_a_shared_weight_beside_shards(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
+@pytest.mark.parametrize(
+    "precisions", [("bf16-mixed",), pytest.param(ALL, marks=pytest.mark.thorough)], ids=str
+)
+def test_a_shared_weight_beside_shards(
+    pool: WorkerPool, alone: dict[str, Outcome], precisions: Sequence[str]
+) -> None:
     """ZeRO 3 holds all weights but one, which data parallelism averages."""
     options = {**V_SHAPED, "zero": ShardingConfig(stage=3, min_numel=1)}
-    check(pool.run(4, precision_job, options), alone)
+    found = pool.run(4, precision_job, options, precisions=precisions)
+    check(found, {precision: alone[precision] for precision in precisions})
 
 
 def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:

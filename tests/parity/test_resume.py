@@ -139,6 +139,27 @@ CHAINS: dict[str, Chain] = {
     "64-true": Chain(
         layouts=(
             FIRST,
+            (2, {"cp": 2, "zero": 3}),
+            (1, {}),
+            (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
+        )
+    ),
+    "32-true": Chain(
+        layouts=((2, {"tp": 2}), (2, {"zero": 1}), (2, {"pp": 2, "num_microbatches": 2})),
+        precision="32-true",
+    ),
+    "experts": Chain(
+        layouts=(
+            (2, {"ep": 2, "tp": 2}),
+            (1, {}),
+            (4, {"ep": 2, "zero": 3}),
+            (2, {"ep": 2, "zero": 0}),
+        ),
+        config=MIXTURE,
+    ),
+    "64-true, every layout": Chain(
+        layouts=(
+            FIRST,
             (4, {"tp": 4}),
             (4, {"cp": 2, "zero": 3}),
             (1, {}),
@@ -148,7 +169,7 @@ CHAINS: dict[str, Chain] = {
             (4, {"tp": 2, "zero": 2}),
         )
     ),
-    "32-true": Chain(
+    "32-true, every layout": Chain(
         layouts=(
             FIRST,
             (4, {"pp": 2, "num_microbatches": 2, "zero": 1}),
@@ -157,7 +178,7 @@ CHAINS: dict[str, Chain] = {
         ),
         precision="32-true",
     ),
-    "experts": Chain(
+    "experts, every layout": Chain(
         layouts=(
             (4, {"ep": 4}),
             (1, {}),
@@ -175,7 +196,10 @@ CHAINS: dict[str, Chain] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * ("every" in name)) for name in CHAINS],
+)
 def test_one_layout_continues_what_another_began(
     pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:

@@ -108,7 +108,10 @@ def alone(pool: WorkerPool, folder: str) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("dp", "workers", "options"),
-    [(2, 2, {}), (2, 0, {"pp": 2, "num_microbatches": 2})],
+    [
+        (2, 2, {}),
+        pytest.param(*(2, 0, {"pp": 2, "num_microbatches": 2}), marks=pytest.mark.thorough),
+    ],
     ids=["dp2", "pp2 dp2"],
 )
 def test_order_is_that_of_one_process(
@@ -119,7 +122,7 @@ def test_order_is_that_of_one_process(
     assert batches(pool.run(world, train, run, options)) == alone
 
 
-@pytest.mark.parametrize("stop", [3, 11])
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.thorough), 11])
 def test_resume_under_another_layout(
     pool: WorkerPool, folder: str, alone: Any, tmp_path: Path, stop: int
 ) -> None:

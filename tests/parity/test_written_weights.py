@@ -317,7 +317,9 @@ def test_that_are_random_are_so_as_written(alone: Found) -> None:
     assert (other[0] == 3).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tp", "pp", "zero 3", pytest.param("zero 0", marks=pytest.mark.thorough)]
+)
 def test_are_the_same_in_every_layout(pool: WorkerPool, alone: Found, layout: str) -> None:
     by_rank = pool.run(LAYOUTS[layout][0], written_job, LAYOUTS[layout][1])
     for way, outcome in alone.items():

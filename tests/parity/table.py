@@ -1,0 +1,521 @@
+"""The table: modules of the kinds that users write, and the layouts under which they train.
+
+`tests.parity.prove` says what an entry means. To add a module, write its class into one of the
+files imported here, or a new one, and enter it below::
+
+    TABLE["strangers/Mine"] = Entry(
+        module=strangers.Mine,
+        kinds=SPLIT,
+        refused={"pp": "what the error of a pipeline says"},
+    )
+
+Then ``pytest tests/parity/test_modules.py -k Mine`` runs the jobs that it takes part in, a dozen
+modules of one layout each. To add a layout, enter it in `LAYOUTS`. What a run begins with, before a
+step, is held by `tests.parity.test_written_weights`, to the bit.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning_megatron import ActivationConfig, PipelineConfig
+from tests.parallel.context_check.strangers import MIXING
+from tests.parity import (
+    context_habits,
+    context_items,
+    epoch_ends,
+    expert_habits,
+    habits,
+    plain_modules,
+    split_logits,
+    strangers,
+)
+from tests.parity.prove import Entry, Layout
+
+LAYOUTS: dict[str, Layout] = {
+    "zero 0": Layout(kind="whole weights", options={"zero": 0}),
+    "zero 1": Layout(kind="whole weights", options={"zero": 1}),
+    "zero 2": Layout(kind="whole weights", options={"zero": 2}),
+    "zero 3": Layout(kind="cut weights", options={"zero": 3}),
+    "tp": Layout(kind="tp", options={"tp": 2}),
+    "pp": Layout(kind="pp", options={"pp": 2, "num_microbatches": 1}),
+    "tp pp": Layout(kind="together", ranks=4, options={"tp": 2, "pp": 2, "num_microbatches": 1}),
+    "tp pp dp": Layout(
+        kind="together",
+        ranks=8,
+        options={"tp": 2, "pp": 2, "zero": 1, "num_microbatches": 1},
+        thorough=True,
+    ),
+    "one rank in parts": Layout(kind="microbatches", ranks=1, options={"num_microbatches": 4}),
+    "zero 2 in parts": Layout(kind="microbatches", options={"zero": 2, "num_microbatches": 2}),
+    "1f1b": Layout(kind="schedule", options={"pp": 2, "num_microbatches": 2}),
+    "gpipe": Layout(
+        kind="schedule",
+        ranks=3,
+        options={"pp": PipelineConfig(degree=3, schedule="gpipe"), "num_microbatches": 4},
+    ),
+    "1f1b zero 0": Layout(
+        kind="schedule and others", ranks=4, options={"pp": 2, "num_microbatches": 2, "zero": 0}
+    ),
+    "1f1b zero 3": Layout(
+        kind="schedule and others", ranks=4, options={"pp": 2, "num_microbatches": 2, "zero": 3}
+    ),
+    "1f1b tp": Layout(
+        kind="schedule and others", ranks=4, options={"pp": 2, "tp": 2, "num_microbatches": 1}
+    ),
+    "stage without weights": Layout(
+        kind="partition",
+        ranks=3,
+        options={"pp": PipelineConfig(degree=3, partition=[3, 1, 2]), "num_microbatches": 2},
+    ),
+    "stage without weights, zero 3": Layout(
+        kind="partition",
+        ranks=6,
+        options={
+            "pp": PipelineConfig(degree=3, partition=[3, 1, 2]),
+            "num_microbatches": 2,
+            "zero": 3,
+        },
+    ),
+    "stage with one weight": Layout(
+        kind="one weight",
+        options={"pp": PipelineConfig(degree=2, partition=[3, 1]), "num_microbatches": 2},
+    ),
+    "stages": Layout(kind="stages", options={"pp": 2}, thorough=True),
+    "stages of a V": Layout(
+        kind="stages",
+        options={"pp": PipelineConfig(degree=2, schedule="zbv", partition=[1, 1, 1, 1])},
+        thorough=True,
+    ),
+    "stages tp": Layout(
+        kind="stages", ranks=4, options={"pp": 2, "tp": 2, "num_microbatches": 2}, thorough=True
+    ),
+    "tp recomputed zero 3": Layout(
+        kind="split logits",
+        ranks=4,
+        options={
+            "tp": 2,
+            "activations": ActivationConfig(recompute="selective", blocks=["Block"]),
+            "zero": 3,
+        },
+    ),
+    "tp cut between up and down": Layout(
+        kind="split logits",
+        ranks=4,
+        options={
+            "tp": 2,
+            "pp": PipelineConfig(degree=2, schedule="zb-h1", partition=[2, 7]),
+            "num_microbatches": 4,
+        },
+    ),
+    "ep": Layout(kind="experts", options={"ep": 2}),
+    "ep zero 0": Layout(kind="experts", options={"ep": 2, "zero": 0}, thorough=True),
+    "ep zero 3": Layout(kind="experts", ranks=4, options={"ep": 2, "zero": 3}),
+    "ep tp": Layout(kind="experts", ranks=4, options={"ep": 4, "tp": 2, "zero": 2}),
+    "experts tp": Layout(kind="experts", options={"tp": 2}, thorough=True),
+    "router tp": Layout(kind="router", options={"tp": 2, "ep": 2}),
+    "router": Layout(kind="router", options={"ep": 2}),
+    "ep pp": Layout(
+        kind="experts in stages",
+        ranks=4,
+        options={"ep": 2, "pp": 2, "num_microbatches": 1},
+        thorough=True,
+    ),
+    "cp": Layout(kind="context", options={"cp": 2}),
+    "cp zero 3": Layout(kind="context", options={"cp": 2, "zero": 3}),
+    "cp tp": Layout(kind="context", ranks=4, options={"cp": 2, "tp": 2}, thorough=True),
+    "cp pp": Layout(
+        kind="context", ranks=4, options={"cp": 2, "pp": 2, "num_microbatches": 1}, thorough=True
+    ),
+    "cp 1f1b": Layout(
+        kind="context in parts", ranks=4, options={"cp": 2, "pp": 2, "num_microbatches": 2}
+    ),
+}
+"""Layouts by name. Their kinds say what can go wrong."""
+
+DATA_PARALLEL = ("whole weights", "cut weights")
+SPLIT = (*DATA_PARALLEL, "tp", "pp")
+TABLE: dict[str, Entry] = {}
+"""Modules by name. A name is that of the file and of the class."""
+
+
+def enter(
+    family: str, modules: dict[str, Any], entry: Callable[..., Entry], **others: dict[str, Any]
+) -> None:
+    """Enter the modules of a file.
+
+    Args:
+        family: name of the file.
+        modules: classes by name.
+        entry: the entry of a module of which there is nothing to say.
+        others: what there is to say of modules, by name.
+    """
+    assert others.keys() <= modules.keys(), others.keys() - modules.keys()
+    for name, module in modules.items():
+        TABLE[f"{family}/{name}"] = entry(module=module, **others.get(name, {}))
+
+
+# Modules with nothing in them for our sake but a PipelineSequential. The classifier has a test of
+# its own: where data is parallel, its BatchNorm sees the samples of one rank.
+_PLAIN = partial(Entry, trainer={"max_epochs": 2})
+_IN_PARTS = {
+    "kinds": (*DATA_PARALLEL, "tp", "microbatches"),
+    "also": ("one rank in parts", "zero 2 in parts"),
+}
+_NOT_SPLIT = {"warned": {"tp": r"(?=.*Groups)(?=.*tp=2).*no parallel layers"}}
+enter(
+    "plain",
+    plain_modules.ORDINARY,
+    partial(_PLAIN, kinds=(*DATA_PARALLEL, "tp")),
+    classifier={"kinds": ("tp",)},
+    boring=_IN_PARTS,
+    tied=_IN_PARTS,
+    groups={**_IN_PARTS, **_NOT_SPLIT},
+)
+_TRUNK = (*DATA_PARALLEL, "tp", "schedule", "schedule and others")
+enter(
+    "plain",
+    plain_modules.PIPELINED,
+    partial(_PLAIN, kinds=_TRUNK),
+    trunk={"kinds": (*_TRUNK, "partition"), "also": ("stage without weights", "1f1b zero 3")},
+    dicts={"also": ("gpipe", "1f1b zero 0")},
+    keywords={"also": ("1f1b", "1f1b tp")},
+)
+
+
+# Modules that look at or write to weights and gradients, as DistributedDataParallel allows.
+_KEPT = "zero=2 or lower keeps parameters whole, or .*"
+
+
+def _whole(words: str, **others: str) -> dict[str, Any]:
+    """Of a module that ZeRO 3 refuses with these words."""
+    return {"refused": {"cut weights": words, **others}}
+
+
+_GRADIENTS: dict[str, Any] = {"also": ("zero 0", "zero 1")}
+"""Habits that look at gradients, which are whole in the one and cut in the other."""
+enter(
+    "habits",
+    habits.HABITS,
+    partial(Entry, kinds=DATA_PARALLEL, trainer={"max_epochs": 2}),
+    # Ranks that run other units end one after the other: `tests.parallel.test_fully_sharded`.
+    Experts={"without": ("zero 3",)},
+    ClipsByHand=_GRADIENTS,
+    ClipsValuesByHand=_GRADIENTS,
+    LogsGradients=_GRADIENTS,
+    LooksAtBatchEnd=_GRADIENTS,
+    AddsNoise=_GRADIENTS,
+    Twice=_GRADIENTS,
+    CallsInHooks=_whole(r"CallsInHooks is called outside of a run.*nearest valid"),
+    Generates=_whole(rf"model\.transformer\.wte, used in Generates\.on_train_batch_end: .*{_KEPT}"),
+    HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
+    HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
+    Copies=_whole(rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather"),
+    Prunes=_whole(rf"ModelPruning\.on_train_epoch_end: .*{_KEPT}full_tensor"),
+    Averages=_whole(r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2"),
+    AveragesEvenly=_whole(r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2"),
+    ReducesByHand={
+        **_GRADIENTS,
+        **_whole(rf"ReducesByHand\.on_after_backward: .*{_KEPT}gradients"),
+    },
+    CopiesAtEpochEnd=_whole(rf"CopiesAtEpochEnd\.on_train_epoch_end: .*{_KEPT}lightning_megatron"),
+    ZeroRedundancy={
+        **_GRADIENTS,
+        **_whole(
+            "optimizer=ZeroRedundancyOptimizer: .*|ZeroRedundancy: .*full_tensor",
+            **dict.fromkeys(("zero 1", "zero 2"), "optimizer=ZeroRedundancyOptimizer: it divides"),
+        ),
+    },
+    AssignsElsewhere=_whole(
+        r"net\.0\.weight, .*: \.data was assigned.*nearest valid: p\.data\.copy_"
+    ),
+    GradientPenalty=_whole(rf"GradientPenalty: .*{_KEPT}differentiate once"),
+    OtherMethods=_whole(rf"blocks\.0\.linear, used in OtherMethods\.training_step: .*{_KEPT}call"),
+)
+
+
+# Modules of parallel layers, which any layout can hold.
+_TP_CAT = r"net\.up\.weight: cat was called .* of which each of tp=2 ranks"
+_IN_CHECKPOINT = r"norm of a parameter .*within torch\.utils\.checkpoint"
+_OF_RANK_0 = "items of the PipelineSequential on pipeline rank 0 leave"
+_OF_ALL = r"(unites values of several parameters \(net\.|goes through all).*with pp=2 each rank has"
+_NUMBERS_OF_ALL = r"goes through all parameters and takes numbers of them \(float\)"
+_ELSEWHERE = r"item '{}' of the PipelineSequential is on pipeline stage {}"
+
+
+def _staged(words: str, **others: str) -> dict[str, Any]:
+    """Of a module that a pipeline refuses with these words."""
+    return {"refused": {"pp": words, **others}}
+
+
+def _on_one_stage(words: str, **others: str) -> dict[str, Any]:
+    """The same of one that ends where one stage is, while the others wait for it."""
+    return {**_staged(words, **others), "apart": ("pp",)}
+
+
+_TOGETHER: dict[str, Any] = {"kinds": (*SPLIT, "together"), "also": ("tp pp",)}
+_TOGETHER_TOO: dict[str, Any] = {"kinds": (*SPLIT, "together"), "without": ("tp pp",)}
+_TWICE = {"trainer": {"max_epochs": 2}}
+"""Habits that change at the end of an epoch what the next one does."""
+enter(
+    "strangers",
+    strangers.STRANGERS,
+    partial(Entry, kinds=SPLIT),
+    LogitsByHand=_TOGETHER,
+    ClipsByHand=_TOGETHER,
+    Lars=_TOGETHER,
+    Unfreezes={**_TOGETHER, **_TWICE},
+    SavesWeights={**_TOGETHER, **_TWICE},
+    RateByHand=_TWICE,
+    RateOfLoss={**_TOGETHER_TOO, **_TWICE},
+    **dict.fromkeys(
+        ("ClipsInHook", "NormOfEach", "NormalisesWeights", "HeadOnly", "Gathers"), _TOGETHER_TOO
+    ),
+    StackedNorms=_staged(_OF_ALL, tp=_TP_CAT),
+    Vectors=_staged(_OF_ALL, tp=_TP_CAT),
+    RecomputedPenalty=_on_one_stage(
+        _OF_ALL,
+        tp=rf"net\.up\.weight: {_IN_CHECKPOINT}",
+        **{"cut weights": _IN_CHECKPOINT},
+    ),
+    NoisyWeights={
+        "refused": {
+            "tp": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
+            "cut weights": r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters",
+        }
+    },
+    NormedWeight={
+        "refused": {
+            "tp": r"net\.down\.weight: a parametrization .* of a parameter that tp=2 slices"
+        }
+    },
+    TensorHooks={
+        "refused": {
+            "cut weights": (
+                r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2"
+            )
+        }
+    },
+    ByHand=_staged(r"pp=2, automatic_optimization=False"),
+    LossesOfBlocks=_on_one_stage(rf"self\.losses: {_OF_RANK_0}"),
+    HookedFeatures=_on_one_stage(rf"self\.features: {_OF_RANK_0}"),
+    SetsInHook=_on_one_stage(_ELSEWHERE.format("head", 1)),
+    PenaltyOfOne=_on_one_stage(_ELSEWHERE.format("up", 0)),
+    PenaltyTimesLoss=_on_one_stage(_ELSEWHERE.format("up", 0)),
+    NotesWeights=_staged(_NUMBERS_OF_ALL),
+    NotesState=_staged(_NUMBERS_OF_ALL),
+    LogsNorms=_staged(_OF_ALL),
+    NormByHand=_staged(_OF_ALL),
+    Penalty=_on_one_stage(_OF_ALL),
+    # It is warned that it counts the parameters of a stage, where each number is true.
+    CountsParameters={
+        "aside": {"pp": ("weights", "notes", "logged")},
+        "warned": {
+            "pp": (
+                r"goes through all parameters and .*\(numel\), and with pp=2 each rank has those "
+                r"of its own stages"
+            )
+        },
+    },
+)
+enter(
+    "strangers",
+    strangers.PENALTIES,
+    partial(
+        Entry,
+        kinds=("one weight",),
+        apart=("one weight",),
+        refused={
+            "one weight": (
+                r"goes through all parameters and takes numbers of them \(r?add\), and with pp=2"
+            )
+        },
+    ),
+)
+
+
+# What steps do with logits that tp splits.
+TABLE["logits/NextLetter"] = Entry(
+    module=split_logits.NextLetter,
+    kinds=("tp", "split logits"),
+    also=("tp recomputed zero 3", "tp cut between up and down"),
+    # Each data-parallel rank has half of the samples; under a pipeline the last stage notes.
+    aside={
+        "tp recomputed zero 3": ("notes", "logged"),
+        "tp cut between up and down": ("notes",),
+    },
+    trainer={"num_sanity_val_steps": 0},
+    seed=3,
+)
+
+
+# What hooks compute at the end of an epoch and after batches.
+_EPOCHS = partial(Entry, kinds=("stages",), seed=3)
+_SAVING = {"max_epochs": 6, "enable_checkpointing": True}
+TABLE |= {
+    "epochs/ByHand": _EPOCHS(
+        module=epoch_ends.ByHand, also=("stages", "stages of a V"), trainer=_SAVING
+    ),
+    # Numbers that are logged as such are float32.
+    "epochs/BetweenBatches": _EPOCHS(
+        module=epoch_ends.BetweenBatches,
+        also=("stages tp",),
+        trainer={**_SAVING, "max_epochs": 2},
+        tolerance=1e-5,
+    ),
+    "epochs/CallsTrunk": _EPOCHS(
+        module=epoch_ends.CallsTrunk,
+        also=("stages",),
+        without=("stages of a V", "stages tp"),
+        refused={"stages": r"called outside of a step.*train with pp=1"},
+    ),
+    "epochs/Unshareable": _EPOCHS(
+        module=epoch_ends.Unshareable,
+        also=("stages",),
+        without=("stages of a V", "stages tp"),
+        refused={"stages": r"self\.calls: steps fill and hooks use"},
+        apart=("stages",),
+    ),
+}
+enter(
+    "epochs",
+    epoch_ends.FILLING,
+    partial(_EPOCHS, also=("stages",), without=("stages of a V", "stages tp")),
+)
+
+
+# Mixtures of experts: strangers with one in their net, and what only a mixture invites.
+_EP_CAT = r"cat was called .* of which each of (ep|tp)=\d ranks"
+_EP_CUT: dict[str, dict[str, Any]] = {
+    name: {"refused": {"experts": words}, "also": ("ep", "ep zero 3")}
+    for name, words in {
+        "StackedNorms": _EP_CAT,
+        "Vectors": _EP_CAT,
+        "RecomputedPenalty": _IN_CHECKPOINT,
+        "NoisyWeights": r"add combines .*of which each of (ep|tp)=\d ranks holds a part",
+    }.items()
+}
+_EP_CUT["NoisyWeights"]["refused"]["ep zero 3"] = (
+    r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters"
+)
+_EP_CUT["TensorHooks"] = {
+    "refused": {
+        "ep zero 3": r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2"
+    },
+    "also": ("ep zero 3",),
+}
+_OF_STAGES = {
+    name
+    for name in strangers.STRANGERS
+    if "pp" in {*TABLE[f"strangers/{name}"].refused, *TABLE[f"strangers/{name}"].aside}
+}
+"""Strangers that are not those of one process under a pipeline, whatever ep is."""
+enter(
+    "experts",
+    {name: partial(expert_habits.mixed, name) for name in expert_habits.MIXED},
+    partial(Entry, kinds=("experts",), thorough=True),
+    **_EP_CUT,
+    ClipsByHand={"also": ("ep zero 3",)},
+    ByHand={"also": ("ep zero 3",)},
+    SavesWeights=_TWICE,
+    PenaltyTimesLoss={"also": ("ep tp",)},
+    NotesState={"also": ("ep tp",)},
+    Unfreezes=_TWICE,
+    RateByHand=_TWICE,
+    RateOfLoss=_TWICE,
+)
+TABLE |= {
+    f"experts in stages/{name}": Entry(
+        module=partial(expert_habits.mixed, name),
+        kinds=("experts in stages",),
+        trainer=TABLE[f"experts/{name}"].trainer,
+    )
+    for name in expert_habits.MIXED
+    if name not in _OF_STAGES and name not in _EP_CUT
+}
+enter(
+    "experts",
+    expert_habits.OWN,
+    partial(Entry, kinds=("experts",)),
+    Freezes={**_TWICE, "also": ("ep zero 3",)},
+    Recomputes={"also": ("ep zero 3",)},
+)
+_ONLY_EP = ("ep zero 0", "ep zero 3", "ep tp", "experts tp")
+_NEVER = partial(Entry, kinds=("experts",), without=_ONLY_EP)
+TABLE |= {
+    "experts/Chooses": _NEVER(
+        module=expert_habits.Chooses,
+        refused={"ep": r"ep=2: ranks \(0, 1\) run different layers with experts"},
+    ),
+    "experts/Softens": _NEVER(
+        module=expert_habits.Softens,
+        refused={"ep": r"ep=2: mix\.forward \(Soft\) computes with down, up itself"},
+    ),
+    "experts/HooksRouter": Entry(
+        module=expert_habits.HooksRouter,
+        kinds=("router",),
+        also=("router", "router tp"),
+        warned={"router tp": r"forward hook of a router.*a part of those of tp=2"},
+    ),
+}
+
+
+# Trunks whose sequences are split. What a pipeline and ZeRO 3 refuse whatever cp is, they do not
+# meet here.
+_ONLY_CP: dict[str, Any] = {"without": ("cp zero 3", "cp tp", "cp pp")}
+enter(
+    "context",
+    context_habits.KEPT,
+    partial(Entry, kinds=("context",)),
+    Ignores={"also": ("cp tp",)},
+    Measures={"also": ("cp pp",)},
+    PoolsInside={"also": ("cp pp",)},
+    ByHand={"without": ("cp pp",)},
+    LooksAtGradients={"without": ("cp pp",)},
+    Contrasts={"without": ("cp pp",)},
+    Attacks={"without": ("cp pp", "cp zero 3")},
+)
+for _name, _words in {
+    "LeavesLosses": r"cp=2: net\.block.* leaves a tensor in losses",
+    "Hooks": r"self\.features: .*one of cp=2 parts",
+    "ReadsLate": r"register_hook of the output of a PipelineSequential .*cp > 1",
+    "DifferentiatesLate": r"grad of the output of a PipelineSequential",
+    "Carries": r"cp=2",
+    "OwnAttention": r"cp=2.*net\.block.*scaled_dot_product_attention",
+    "OwnPositions": r"cp=2.*net\.places.*arange",
+    "PoolsUnawares": r"cp=2.*net\.mean.*mean",
+    "NoSplit": r"cp=2: nothing in the module splits the sequence",
+}.items():
+    TABLE[f"context/{_name}"] = Entry(
+        module=getattr(context_habits, _name),
+        kinds=("context",),
+        refused={"cp": _words},
+        **_ONLY_CP,
+    )
+TABLE["items/ordinary"] = Entry(
+    module=partial(context_items.Network, "ordinary"),
+    kinds=("context", "context in parts"),
+    also=("cp zero 3",),
+    without=("cp tp",),  # its vocabulary does not divide by tp
+    tolerance=1e-11,
+)
+for _name in ("gate", "positions", "convolution", "loss beside"):
+    _words = MIXING[_name][1]
+    TABLE[f"items/{_name}"] = Entry(
+        module=partial(context_items.Network, _name),
+        kinds=("context",),
+        refused={
+            "cp": (
+                r"cp=2: net\.blocks\.1 \(.*\) does not act on each position by itself: "
+                + _words.replace(".", r"\.")
+            )
+        },
+        **_ONLY_CP,
+    )
+TABLE["items/cumsum"] = Entry(
+    module=partial(context_items.Network, "cumsum"),
+    kinds=("context in parts",),
+    thorough=True,  # a stage ends alone, and ending the workers takes seconds
+    refused={"cp 1f1b": r"cp=2: net\.blocks\.1 \(Applies\) does not act on each"},
+    apart=("cp 1f1b",),
+)
