@@ -31,7 +31,14 @@ BEGUN = pytest.StashKey[float]()
 POOL = pytest.StashKey[WorkerPool]()
 SERVER = pytest.StashKey[WorkerServer]()
 WORKERS = 8
-IMPORTED = ("datasets", "lightning_megatron.strategy.megatron", "peft", "transformers")
+IMPORTED = (
+    "datasets",
+    "lightning_megatron.strategy.megatron",
+    "peft",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+)
 """Modules that jobs of many tests use."""
 
 
