@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutations import FOLDERS, GONE, KINDS, Mutation, Suite, apply, draw, lost
+from benchmarks.mutations.choice import Suite
+from benchmarks.mutations.draw import FOLDERS, KINDS, Mutation, apply, draw
+from benchmarks.mutations.series import GONE, lost
 
 SOURCE = '''"""A module of {folder}."""
 
@@ -100,12 +102,15 @@ def test_what_was_killed_and_survives_is_lost() -> None:
     assert lost([*rows, {"earlier": {"outcome": "killed"}, "result": {"outcome": GONE}}]) == [0]
 
 
-def outcomes(root: Path, record: Path, changes: dict[str, str], hang: float) -> list[list[str]]:
-    """What becomes of a module some of whose statements read otherwise, and by which test."""
-    fixed = {"path": "lightning_megatron/data/share.py", "function": "share"}
-    rows = [fixed | {"before": before, "after": after} for before, after in changes.items()]
-    for row in rows:
-        row |= {"kind": "", "occurrence": 0, "line": 1}  # type: ignore[dict-item]
+def outcomes(
+    root: Path, record: Path, changes: dict[tuple[str, str], str], hang: float
+) -> list[list[str]]:
+    """What becomes of a package some of whose statements read otherwise, and by which test."""
+    fixed = {"function": "share", "kind": "", "occurrence": 0, "line": 1}
+    rows = [
+        fixed | {"path": f"lightning_megatron/data/{name}", "before": before, "after": after}
+        for (name, before), after in changes.items()
+    ]
     data = {"commit": "no-commit", "budget": 60, "hang": hang, "controls": {}, "mutations": rows}
     record.write_text(json.dumps(data))
     call = [sys.executable, "-m", "benchmarks.mutations", "--root", str(root)]
@@ -126,20 +131,22 @@ BY = f"{PATH}::test_share"
 
 def test_a_defect_is_killed_and_a_harmless_change_survives(root: Path, tmp_path: Path) -> None:
     changes = {
-        "found = []": "found = [0]",
-        "return (found, len(values) % size)": "import os; os.abort()",
-        "handle.wait()": "pass",  # nobody waits here
-        "nowhere()": "pass",
+        ("share.py", "found = []"): "found = [0]",
+        ("share.py", "return (found, len(values) % size)"): "import os; os.abort()",
+        ("share.py", "handle.wait()"): "pass",  # nobody waits here
+        ("share.py", "nowhere()"): "pass",
+        ("gone.py", "found = []"): "found = [0]",
     }
     assert outcomes(root, tmp_path / "record.json", changes, 600) == [
         ["killed", BY],
         ["killed (crashed)", BY],
         ["survived", ""],
         [GONE, ""],
+        [GONE, ""],
     ]
 
 
 @pytest.mark.thorough
 def test_a_test_without_an_end_is_killed(root: Path, tmp_path: Path) -> None:
-    changes = {"found = []": "while True: pass"}
+    changes = {("share.py", "found = []"): "while True: pass"}
     assert outcomes(root, tmp_path / "record.json", changes, 15) == [["killed (hung)", BY]]
