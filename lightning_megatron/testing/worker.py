@@ -106,7 +106,6 @@ def _serve_one(connection: Connection, log: Path) -> None:
     if not isinstance(job, Job):
         return  # LEAVE, which it has waited for
     os.truncate(log, 0)
-    known = len(sys.modules)
     try:
         answer = _perform(job, log, connection)
         connection.send_bytes(answer.text)
@@ -116,8 +115,6 @@ def _serve_one(connection: Connection, log: Path) -> None:
             connection.poll(_STAY_SECONDS)
     finally:
         _leave_process_group()
-    if len(sys.modules) > known:
-        gc.freeze()  # what this job has imported stays, too
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -177,6 +177,28 @@ def _translation() -> list[dict[str, Tensor]]:
     ]
 
 
+def _sided() -> list[dict[str, Tensor]]:
+    """Rows that are padded on the left or on the right, with eight labels each."""
+    rows = []
+    for number, batch in enumerate(_causal()):
+        tokens, place = batch["input_ids"], torch.arange(12)
+        seen = place >= 3 if number % 2 else place < 12 - 3
+        counted = place >= 4 if number % 2 else seen
+        labels = tokens.masked_fill(~counted, -100)
+        rows.append({"input_ids": tokens, "attention_mask": seen.long(), "labels": labels})
+    return rows
+
+
+def _packed() -> list[dict[str, Tensor]]:
+    """Rows of several documents, which positions tell apart."""
+    rows = []
+    for number, batch in enumerate(_causal()):
+        cut = 3 + number % 4
+        positions = torch.cat([torch.arange(cut), torch.arange(12 - cut)])
+        rows.append({**batch, "position_ids": positions})
+    return rows
+
+
 BATCHES: dict[str, Callable[[], list[dict[str, Tensor]]]] = {
     "causal": _causal,
     "padded": _padded,
@@ -190,6 +212,8 @@ BATCHES: dict[str, Callable[[], list[dict[str, Tensor]]]] = {
     "images": _images,
     "translation": _translation,
     "uneven": _uneven,
+    "sided": _sided,
+    "packed": _packed,
 }
 
 

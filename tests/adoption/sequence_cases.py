@@ -19,29 +19,6 @@ from tests.adoption.harness import Training
 LENGTH = 12
 
 
-def _sided() -> list[dict[str, Tensor]]:
-    """Rows that are padded on the left or on the right, with eight labels each."""
-    rows = []
-    for number, batch in enumerate(harness.BATCHES["causal"]()):
-        tokens, place = batch["input_ids"], torch.arange(LENGTH)
-        seen = place >= 3 if number % 2 else place < LENGTH - 3
-        counted = place >= 4 if number % 2 else seen
-        labels = tokens.masked_fill(~counted, -100)
-        rows.append({"input_ids": tokens, "attention_mask": seen.long(), "labels": labels})
-    return rows
-
-
-def _packed() -> list[dict[str, Tensor]]:
-    """Rows of several documents, which positions tell apart."""
-    rows = []
-    for number, batch in enumerate(harness.BATCHES["causal"]()):
-        cut = 3 + number % 4
-        positions = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
-        rows.append({**batch, "position_ids": positions})
-    return rows
-
-
-harness.BATCHES.update({"sided": _sided, "packed": _packed})
 job, reference = harness.job, harness.reference
 
 

@@ -62,5 +62,5 @@ def refusal() -> str:
 def test_adapters_begin_and_train_alike_under_tp(pool, by):
     one = pool.run(1, job, by, {}, 1)[0]
     two = pool.run(2, job, by, {"tp": 2}, 2)[0]
-    assert len([n for n, v in one.items() if "lora_B" in n and v.abs().max() > 0]) == 12
+    assert len([n for n, v in one.items() if "lora_B" in n and v.abs().max() > 0]) == 6
     assert largest_difference(two, one) < 1e-9

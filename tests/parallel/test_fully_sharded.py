@@ -209,7 +209,7 @@ class Unhooked(Habit):
 def unhooked_job() -> int:
     module = Unhooked()
     train(module, MegatronStrategy(zero=3))
-    return len(module.seen)
+    return len(module.notes)
 
 
 def test_hooks_that_were_removed_do_no_harm(pool: WorkerPool) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,13 @@ def fits_job(layout: Mapping[str, Any], devices: int, runs: int) -> list[tuple[i
     return found
 
 
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[WorkerPool]:
+    """Workers in which no other test leaves anything."""
+    with WorkerPool(4, timeout=200) as workers:
+        yield workers
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
 @pytest.mark.parametrize(
     "layout",
@@ -78,17 +85,16 @@ def fits_job(layout: Mapping[str, Any], devices: int, runs: int) -> list[tuple[i
         for name in LAYOUTS
     ],
 )
-def test_several_runs_leave_no_more_than_one(pool: WorkerPool, layout: str) -> None:
+def test_several_runs_leave_no_more_than_one(own_pool: WorkerPool, layout: str) -> None:
     """Each group that stays would keep two threads that wake a hundred times a second."""
     world, options = LAYOUTS[layout]
-    pool.run(world, fits_job, options, world, 1)
-    before = pool.run(world, gloo_threads)  # of tests that ended a run in other ways
-    for found in pool.run(world, fits_job, options, world, 4):
+    own_pool.run(world, fits_job, options, world, 1)
+    for found in own_pool.run(world, fits_job, options, world, 4):
         assert len({groups for groups, _, _ in found}) == 1, found
         for place in (1, 2):  # a thread of the last run may be about to end
             counted = [numbers[place] for numbers in found]
             assert max(counted[-2:]) <= max(counted[:2]) + 1, found
-    assert pool.run(world, gloo_threads) == before
+    assert own_pool.run(world, gloo_threads) == [[]] * world
 
 
 def struck_job() -> tuple[int, list[int]]:
