@@ -18,6 +18,7 @@ from tests.adoption.plain_models import MODELS, Early, build, example
 
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp4": (4, {"tp": 4}),
@@ -94,10 +95,9 @@ def held(kind: str, layout: dict[str, Any]) -> int:
 
 _OFTEN = {
     ("encoder", "tp2 sp", False),
-    ("translator", "pp2 zero3", False),
+    ("translator", "pp2", False),
     ("translator", "tp2", True),
-    ("own", "tp2", True),
-    ("own", "tp2 pp2", False),
+    ("own", "tp2 pp2", True),
 }
 """Model, layout, and whether the plan comes from a run on an example."""
 
