@@ -84,20 +84,12 @@ def job(kind: str, layout: dict[str, Any], world: int, traced: bool = False) -> 
     return (weights, squares, held) if trainer.global_rank == 0 else None
 
 
-def held(kind: str, layout: dict[str, Any]) -> int:
-    """Number of numbers in the parameters that this rank holds of a model that was traced."""
-    model = build(kind)
-    model.example_input_array = example()
-    module = Training(adopt(model))
-    fit(module, MegatronStrategy(**layout), layout["tp"] * layout["pp"])
-    return sum(p.numel() for p in module.parameters())
-
-
 _OFTEN = {
     ("encoder", "tp2 sp", False),
     ("translator", "pp2", False),
     ("translator", "tp2", True),
-    ("own", "tp2 pp2", True),
+    ("own", "tp2", True),
+    ("own", "pp2", False),
 }
 """Model, layout, and whether the plan comes from a run on an example."""
 
