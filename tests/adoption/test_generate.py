@@ -211,4 +211,4 @@ def refused(kind: type[Writing], layout: dict[str, Any], ways: tuple[str, ...]) 
 )
 def test_what_cannot_be_written_is_said(pool, kind, layout, way, words):
     with pytest.raises(WorkerError, match=words):
-        pool.run(2, refused, kind, layout, (way,))
+        pool.run(2, refused, kind, layout, (way,), grace=1.0)  # peers only wait

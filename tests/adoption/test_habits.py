@@ -121,7 +121,7 @@ def test_other_habits_end_in_an_error_that_says_what_to_do(
 ) -> None:
     world, options = LAYOUTS[layout]
     with pytest.raises(WorkerError) as info:
-        pool.run(world, job, [name], options, world)
+        pool.run(world, job, [name], options, world, grace=1.0)  # peers only wait
     said = " ".join(failure.summary for failure in info.value.failures)
     said += " ".join(failure.traceback or "" for failure in info.value.failures)
     assert re.search(REFUSED[layout][name], said, re.DOTALL)
