@@ -147,6 +147,7 @@ def saving_job(lora: str, layout: dict[str, Any], world: int, directory: str) ->
 
 SAVED = [
     ("attention", "pp2 zero3"),
+    ("saved", "tp2"),
     ("saved", "tp2 pp2"),
     ("head", "tp2 pp2"),
     ("dora", "tp2"),
@@ -243,8 +244,9 @@ def merging_job(family: str, lora: str, layout: dict[str, Any], world: int, dire
 
 
 MERGED = [
-    ("llama", "head", "tp2 pp2"),
+    ("llama", "head", "pp2"),
     ("gpt2", "fused", "tp2"),
+    ("llama", "head", "tp2 pp2"),
     ("llama", "dora", "tp2"),
     ("llama", "all linear", "pp2 zero3"),
 ]

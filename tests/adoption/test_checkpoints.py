@@ -17,7 +17,7 @@ from tests.adoption.harness import KeepDouble, Training, fit, largest_difference
 def trained(family: str, directory: str) -> dict[str, torch.Tensor]:
     """Train under tp, save a checkpoint and a directory, and return the weights."""
     module = Training(adopt(FAMILIES[family].build()), "causal", 2)
-    trainer = fit(module, MegatronStrategy(tp=2, zero=3), 4)
+    trainer = fit(module, MegatronStrategy(tp=2, zero=3), 4, limit_train_batches=1)
     trainer.save_checkpoint(f"{directory}/run.ckpt")
     module.lm.save_pretrained(f"{directory}/saved")
     return gather(module)

@@ -18,6 +18,7 @@ LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2}),
+    "zero3": (2, {"zero": 3}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}),
     "tp2 zero3": (4, {"tp": 2, "zero": 3}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
@@ -62,12 +63,14 @@ def trained(directory: str, layout: dict[str, int], world: int, hook: bool) -> d
     [
         ("llama", "one", True),
         ("qwen3", "pp2", True),
-        ("gpt2", "tp2 zero3", True),
-        ("phi3", "tp2", False),
+        ("gpt2", "tp2", True),
+        ("phi3", "zero3", False),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in [
                 ("llama", "tp2", False),
+                ("gpt2", "tp2 zero3", True),
+                ("phi3", "tp2", False),
                 ("qwen3", "tp2 pp2", True),
                 ("llama", "pp2 zero3", True),
                 ("qwen3", "pp2 zero3", False),

@@ -178,12 +178,13 @@ def test_optimizers_see_the_fused_parameter(pool, family, optimizer):
 @pytest.mark.parametrize(
     ("family", "optimizer", "first", "second"),
     [
-        ("gpt2", "adamw", "tp2 zero2", "pp2"),
-        ("phi3", "by place", "tp2 zero3", "tp2"),
+        ("gpt2", "by place", "tp2 zero3", "pp2"),
         ("phi3", "adafactor", "tp2", "tp4"),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in [
+                ("gpt2", "adamw", "tp2 zero2", "pp2"),
+                ("phi3", "by place", "tp2 zero3", "tp2"),
                 ("gpt2", "adamw", "tp2 zero3", "tp2 pp2"),
                 ("gpt2", "adamw", "tp2 zero3", "tp4"),
                 ("phi3", "adamw", "tp2 zero2", "tp2 pp2"),

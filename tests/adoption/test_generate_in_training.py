@@ -80,6 +80,7 @@ def trained(layout: dict[str, object] | None, world: int, copies: int, *, adapte
 
 LAYOUTS = {
     "zero1": (2, {"zero": 1}, 2),
+    "pp2": (2, {"pp": 2}, 1),
     "zero2 pp2": (4, {"zero": 2, "pp": 2}, 2),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}, 1),
     "zero3": (2, {"zero": 3}, 2),
@@ -87,12 +88,15 @@ LAYOUTS = {
 }
 
 
+USUAL = {("zero1", False), ("pp2", False), ("zero3", True)}
+
+
 @pytest.mark.parametrize(
     ("layout", "adapters"),
     [
-        *(("zero3 pp2", True), ("zero1", False)),
-        *(pytest.param(name, False, marks=pytest.mark.thorough) for name in LAYOUTS),
-        *(pytest.param(name, True, marks=pytest.mark.thorough) for name in LAYOUTS),
+        pytest.param(name, kind, marks=() if (name, kind) in USUAL else pytest.mark.thorough)
+        for name in LAYOUTS
+        for kind in (False, True)
     ],
 )
 def test_adopted_model_writes_while_it_trains(pool, layout, adapters):

@@ -26,7 +26,8 @@ SIZES: dict[str, Any] = {
 TARGETS = ["wq", "wk", "wo", "gate", "down", "head"]
 
 LAYOUTS = {
-    "tp2": (2, {"tp": 2}),
+    "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pp": 2, "num_microbatches": 2}),
     "tp4": (4, {"tp": 4}),
     "tp2 pp2 sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
@@ -79,7 +80,7 @@ def job(layout: dict[str, Any], world: int) -> Any:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name != "tp2 pp2 sp")) for name in LAYOUTS],
+    [pytest.param(n, marks=[pytest.mark.thorough] * (w > 2)) for n, (w, _) in LAYOUTS.items()],
 )
 def test_adapters_train_as_in_one_process(pool, layout):
     world, options = LAYOUTS[layout]

@@ -16,6 +16,7 @@ from tests.adoption.harness import Training, fit
 LAYOUTS = {
     "dp2": (2, {}),
     "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}),
     "pp2 zero3": (4, {"pp": 2, "zero": 3, "microbatch_size": 1}),
     "tp2 zero3": (4, {"tp": 2, "zero": 3}),
@@ -53,7 +54,7 @@ def saved(family: str, layout: dict[str, int], world: int, directory: str) -> No
     ("family", "layout"),
     [
         ("llama", "dp2"),
-        ("qwen3", "pp2 zero3"),
+        ("qwen3", "pp2"),
         ("gpt2", "tp2"),
         ("phi3", "tp2 zero3"),
         *(
@@ -62,6 +63,7 @@ def saved(family: str, layout: dict[str, int], world: int, directory: str) -> No
                 ("llama", "tp2"),
                 ("gpt2", "tp2 pp2"),
                 ("qwen3", "tp2 pp2"),
+                ("qwen3", "pp2 zero3"),
                 ("phi3", "tp2"),
                 ("mixtral", "tp2"),
             ]

@@ -31,9 +31,7 @@ LAYOUTS = {
 }
 DENSE = [layout for layout in LAYOUTS if "ep2" not in layout]
 USUAL = [
-    ("llama", "tp2 pp2 sp", None),
     ("llama", "cp2 tp2 sp", "sided"),
-    ("qwen3", "tp2 zero3 sp", None),
     ("qwen3", "cp2 pp2", None),
     ("window", "cp2", "packed"),
 ]

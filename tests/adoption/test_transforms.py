@@ -83,6 +83,7 @@ def _counting_job(family, layout, world, own_checkpoints=False):
 
 RECOMPUTED = {
     "full": ("llama", 2, {"tp": 2}, {"recompute": "full"}),
+    "full zero3": ("llama", 2, {"zero": 3}, {"recompute": "full"}),
     "full pp2 zero3": (
         "llama",
         4,
@@ -107,7 +108,7 @@ RECOMPUTED = {
     "experts pp2": ("mixtral", 4, {"tp": 2, "ep": 2, "pp": 2}, {"recompute": "full"}),
     "experts selective": ("mixtral", 2, {"tp": 2, "ep": 2}, {"recompute": "selective"}),
 }
-DEFAULT_RECOMPUTED = {"full pp2 zero3", "inputs divided", "experts"}
+DEFAULT_RECOMPUTED = {"full zero3", "inputs divided", "experts"}
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,9 @@ def _split(tp, cp, state, config, tokens, kept):
     return generate(model, tokens, 12, is_token=kept), drawn
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp"), [pytest.param(4, 1, marks=pytest.mark.thorough), (2, 2), (1, 2)]
+)
 def test_ranks_that_share_the_model_write_the_same(pool, tp, cp):
     pytest.importorskip("transformers")
     model, (tokens, kept) = model_like("qwen3, tied", 4), prompts()

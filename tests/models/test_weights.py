@@ -108,7 +108,7 @@ def _split(tp, cases):
             _close(grad, local_part(ours, name, expected_grads[name], parameter))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_same_gradients_when_split(pool, tp):
     cases = []
     for name in ("llama", "qwen3, tied", "gpt2"):
