@@ -185,7 +185,7 @@ def calls(_: Path) -> list[pl.Callback]:
 
 def saves(**options: Any) -> dict[str, Any]:
     """A case with a ModelCheckpoint."""
-    trainer = {"enable_checkpointing": True, "max_epochs": 4}
+    trainer = {"enable_checkpointing": True, "max_epochs": 3}
     return {
         "trainer": trainer | options.pop("trainer", {}),
         "callbacks": lambda place: [ModelCheckpoint(place / "saved", **options)],
@@ -196,7 +196,7 @@ def saves(**options: Any) -> dict[str, Any]:
 def stops(*args: Any, **options: Any) -> dict[str, Any]:
     """A case with an EarlyStopping."""
     return {
-        "trainer": {"max_epochs": 6} | options.pop("trainer", {}),
+        "trainer": {"max_epochs": 4} | options.pop("trainer", {}),
         "callbacks": lambda _: [EarlyStopping(*args, **options)],
         "script": keep_books,
     }
@@ -204,7 +204,7 @@ def stops(*args: Any, **options: Any) -> dict[str, Any]:
 
 SAVED = {
     "each epoch": Case(Base, **saves(), layouts=()),
-    "all": Case(Base, **saves(save_top_k=-1), layouts=()),
+    "all": Case(Base, **saves(save_top_k=-1), layouts=(), others=("one",)),
     "none": Case(Base, **saves(save_top_k=0), layouts=()),
     "best": Case(Logged, **saves(monitor="val", filename="{epoch}-{val:.2f}"), layouts=()),
     "two best": Case(Logged, **saves(monitor="val", save_top_k=2, mode="max"), layouts=()),
@@ -218,13 +218,17 @@ SAVED = {
         layouts=(),
     ),
     "same name": Case(Base, **saves(filename="one", save_top_k=-1), layouts=()),
-    "each second step": Case(Base, **saves(every_n_train_steps=2, save_top_k=-1), layouts=("dp",)),
+    "each second step": Case(
+        Base, **saves(every_n_train_steps=2, save_top_k=-1), layouts=(), others=("dp",)
+    ),
     "by steps and score": Case(
         ValidatesOften,
         **saves(monitor="val", every_n_train_steps=2, save_top_k=2),
         layouts=("pp",),
     ),
-    "each second epoch": Case(Base, **saves(every_n_epochs=2, save_top_k=-1), layouts=()),
+    "each second epoch": Case(
+        Base, **saves(every_n_epochs=2, save_top_k=-1, trainer={"max_epochs": 4}), layouts=()
+    ),
     "each validation": Case(
         ValidatesOften,
         **saves(monitor="val", save_top_k=2, trainer={"val_check_interval": 1, "max_epochs": 2}),
@@ -275,8 +279,7 @@ OTHERS = {
     ),
     "accumulation changes": Case(
         EachStep,
-        callbacks=lambda _: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})],
-        trainer={"max_epochs": 3},
+        callbacks=lambda _: [GradientAccumulationScheduler({0: 1, 1: 2})],
     ),
     "stochastic weight averaging": Case(
         callbacks=lambda _: [
@@ -303,7 +306,9 @@ OTHERS = {
         layouts=(),
         others=("dp",),
     ),
-    "from the module": Case(Own, script=keep_books, trainer={"max_epochs": 4}),
+    "from the module": Case(
+        Own, script=keep_books, trainer={"max_epochs": 4}, layouts=(), others=("pp",)
+    ),
     "predictions by batch": Case(
         TwoValLoaders, callbacks=lambda _: [Writer("batch")], script=predict, layouts=("dp",)
     ),

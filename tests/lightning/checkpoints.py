@@ -34,7 +34,7 @@ class Momentum(EachStep):
         return found
 
 
-class Extra(Base):
+class Extra(Logged):
     """Puts something of its own into its checkpoints."""
 
     found: Any = None
@@ -57,13 +57,13 @@ class SavesInHook(Base):
 
 def resume(run: Run, *, options: dict[str, Any], path: str = "", weights: bool = False) -> None:
     """Save, and go on in another Trainer."""
-    trainer = run.trainer(**{"max_epochs": 3, **options})
+    trainer = run.trainer(**options)
     trainer.fit(run.module())
     saved = run.directory / (path or "saved.ckpt")
     if not path:
         trainer.save_checkpoint(saved, weights_only=weights)
     after = run.module()
-    trainer = run.trainer(max_epochs=3)
+    trainer = run.trainer()
     trainer.fit(after, ckpt_path=saved)
     note(run, trainer, after)
 
@@ -117,7 +117,7 @@ def best_and_last(run: Run) -> None:
         results = trainer.validate(module, ckpt_path=path, verbose=False)
         run.record.values[f"{path} val"] = results[0]["val"]
         run.record.own[path] = round(float(trainer.predict(ckpt_path=path)[0].sum()), 9)
-    trainer = run.trainer(max_epochs=6)
+    trainer = run.trainer(max_epochs=4)
     trainer.fit(module, ckpt_path="last")
     note(run, trainer, module)
 
@@ -263,25 +263,27 @@ RESUMED = {
     "in mid-accumulation": Case(
         Momentum, script=in_accumulation, trainer={"accumulate_grad_batches": 2}, layouts=("pp",)
     ),
-    "saved in a hook": Case(SavesInHook, script=from_hook, hooks_only=True, layouts=("dp",)),
+    "saved in a hook": Case(
+        SavesInHook, script=from_hook, hooks_only=True, layouts=("dp",), others=("one",)
+    ),
     "at its end": Case(Momentum, script=nothing_left, layouts=()),
-    "extra entries": Case(Extra, script=after_epoch),
-    "callbacks' states": Case(
-        Logged,
+    "callbacks' states and extra entries": Case(
+        Extra,
         script=after_epoch,
         callbacks=lambda _: [Counts("a"), Counts("b"), EarlyStopping("val", patience=4)],
     ),
     "schedulers": Case(Lists, script=after_epoch, layouts=()),
-    "plateau": Case(Plateau, script=after_epoch, layouts=("pp",)),
+    "plateau": Case(Plateau, script=after_epoch, layouts=(), others=("pp",)),
     "hyper-parameters": Case(Parameters, script=after_epoch, layouts=()),
     "best and last": Case(
         Logged,
         script=best_and_last,
-        trainer={"max_epochs": 4, "enable_checkpointing": True},
+        trainer={"max_epochs": 3, "enable_checkpointing": True},
         callbacks=lambda place: [ModelCheckpoint(place, monitor="val", save_last=True)],
         layouts=("dp",),
+        others=("one",),
     ),
-    "data module": Case(script=with_data, layouts=("dp",)),
+    "data module": Case(script=with_data, layouts=(), others=("dp",)),
     "data module with hooks": Case(script=with_other_data, layouts=("pp",)),
 }
 OTHERS = {

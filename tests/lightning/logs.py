@@ -10,7 +10,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from tests.lightning.loops import TwoValLoaders, Uneven
-from tests.lightning.record import BOTH, Base, Case, Run, samples
+from tests.lightning.record import Base, Case, Run, samples
 
 
 class Book(Logger):
@@ -295,24 +295,30 @@ SINGLE: dict[str, Any] = {"rounding": 1e-6, "reason": "MeanMetric casts its valu
 
 CASES = {
     "every kind": Case(
-        module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK, layouts=("pp",), others=("dp",)
+        module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK, layouts=(), others=("dp", "pp")
     ),
-    "every step": Case(module=Kinds, trainer={"log_every_n_steps": 1}, layouts=(), **BOOK),
+    "every step": Case(
+        module=Kinds, trainer={"log_every_n_steps": 1}, layouts=(), others=("one",), **BOOK
+    ),
     "seldom": Case(trainer={"log_every_n_steps": 10}, layouts=(), **BOOK),
     "accumulation": Case(
         module=Kinds, trainer={"log_every_n_steps": 1, "accumulate_grad_batches": 2}, **BOOK
     ),
     "two loggers": Case(made_options=with_two_books, script=read_books, layouts=()),
-    "two loaders": Case(module=TwoValLoaders, layouts=("pp",), **BOOK),
-    "reductions": Case(module=Reductions, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
+    "two loaders": Case(module=TwoValLoaders, layouts=(), others=("pp",), **BOOK),
+    "reductions": Case(
+        module=Reductions, trainer={"log_every_n_steps": 1}, **BOOK, layouts=("pp",), others=("dp",)
+    ),
     "nothing": Case(module=Nothing, **BOOK, layouts=()),
-    "sometimes": Case(module=Sometimes, trainer={"log_every_n_steps": 1}, **BOOK, layouts=("pp",)),
+    "sometimes": Case(
+        module=Sometimes, trainer={"log_every_n_steps": 1}, **BOOK, layouts=(), others=("pp",)
+    ),
     "in hooks": Case(module=LogsInHooks, trainer={"log_every_n_steps": 1}, **BOOK, layouts=("pp",)),
     "in callbacks": Case(
         callbacks=lambda _: [LogsInCallback()], trainer={"log_every_n_steps": 1}, **BOOK, layouts=()
     ),
-    "metrics": Case(module=Metrics, **BOOK, **SINGLE, layouts=BOTH),
-    "metric by hand": Case(module=ByHand, layouts=("dp",), **BOOK, **SINGLE),
+    "metrics": Case(module=Metrics, **BOOK, **SINGLE, layouts=("pp",), others=("dp",)),
+    "metric by hand": Case(module=ByHand, layouts=("dp",), others=("one",), **BOOK, **SINGLE),
     "hyper-parameters": Case(module=Parameters, layouts=(), **BOOK),
     "graph": Case(module=Graph, layouts=(), **BOOK),
     "csv": Case(

@@ -312,7 +312,7 @@ ENDS_ALONE = "a stage that fails ends its process; its peers notice that, not th
 SKIP = "Lightning's own rule for several processes: a step must not return None"
 
 CASES = {
-    "fit": Case(layouts=("dp", "zero3", "tp", "pp")),
+    "fit": Case(layouts=("dp", "zero3", "tp"), others=("pp",)),
     "three epochs": Case(trainer={"max_epochs": 3}, layouts=()),
     "limit_train_batches=2": Case(trainer={"limit_train_batches": 2}, layouts=()),
     "limit_train_batches=0.5": Case(trainer={"limit_train_batches": 0.5}, layouts=()),
@@ -333,7 +333,7 @@ CASES = {
     "max_steps=0": Case(trainer={"max_steps": 0}, layouts=()),
     "max_epochs=0": Case(trainer={"max_epochs": 0}, layouts=()),
     "max_time=0": Case(trainer={"max_time": timedelta(seconds=0)}, layouts=("dp",)),
-    "should_stop": Case(module=StopsEarly, layouts=("pp",)),
+    "should_stop": Case(module=StopsEarly, layouts=(), others=("pp",)),
     "should_stop in the step": Case(module=StopsInStep, unlike={"pp": ("training_step",)}),
     "should_stop in validation": Case(
         module=StopsInValidation, trainer={"val_check_interval": 1}, layouts=("pp",)
@@ -344,14 +344,16 @@ CASES = {
     "should_stop, min_steps=5": Case(
         module=StopsEarly, trainer={"min_steps": 5, "max_epochs": 4}, layouts=()
     ),
-    "accumulate_grad_batches=2": Case(trainer={"accumulate_grad_batches": 2}, layouts=("dp",)),
+    "accumulate_grad_batches=2": Case(
+        trainer={"accumulate_grad_batches": 2}, layouts=("dp",), others=("one",)
+    ),
     "accumulate, val_check_interval": Case(
-        trainer={"accumulate_grad_batches": 2, "val_check_interval": 1}, layouts=("pp",)
+        trainer={"accumulate_grad_batches": 2, "val_check_interval": 1}, layouts=(), others=("pp",)
     ),
     "accumulate, max_steps": Case(
         trainer={"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 5}, layouts=()
     ),
-    "gradient_clip_val": Case(trainer={"gradient_clip_val": 0.05}, layouts=BOTH),
+    "gradient_clip_val": Case(trainer={"gradient_clip_val": 0.05}, layouts=(), others=BOTH),
     "gradient_clip_algorithm=value": Case(
         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, layouts=()
     ),
@@ -367,7 +369,7 @@ CASES = {
         module=ReturnsDict, layouts=("tp",), reason="what is beside the loss has one stage"
     ),
     "training_step returns a string": Case(module=ReturnsWrong, layouts=("tp",), reason=ENDS_ALONE),
-    "uneven batches": Case(module=Uneven, layouts=("zero3", "pp")),
+    "uneven batches": Case(module=Uneven, layouts=("pp",), others=("zero3",)),
     "fast_dev_run": Case(trainer={"fast_dev_run": True}, layouts=()),
     "fast_dev_run=2": Case(trainer={"fast_dev_run": 2, "enable_checkpointing": True}, layouts=()),
     "barebones": Case(
@@ -377,11 +379,11 @@ CASES = {
     "overfit_batches=2": Case(trainer={"overfit_batches": 2}, layouts=("dp",)),
     "sanity check": Case(trainer={"num_sanity_val_steps": 1}, layouts=()),
     "whole sanity check": Case(
-        trainer={"num_sanity_val_steps": -1}, module=TwoValLoaders, layouts=("pp",)
+        trainer={"num_sanity_val_steps": -1}, module=TwoValLoaders, layouts=(), others=("pp",)
     ),
     "reload_dataloaders": Case(
         module=Reloads,
-        trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+        trainer={"reload_dataloaders_every_n_epochs": 1},
         layouts=("pp",),
     ),
     "reload_dataloaders, every second": Case(
@@ -394,7 +396,7 @@ CASES = {
         module=TwoValLoaders, trainer={"limit_val_batches": 1}, layouts=()
     ),
     "names without index": Case(module=OwnNames, layouts=()),
-    "combined validation": Case(module=SequentialVal),
+    "combined validation": Case(module=SequentialVal, layouts=(), others=("pp",)),
     "combined validation, min_size": Case(module=MinSizeVal, layouts=()),
     "max_size_cycle": Case(module=Combined, layouts=("dp",)),
     "min_size": Case(module=CombinedMin, layouts=()),
@@ -406,7 +408,8 @@ CASES = {
     "iterable dataset, interval": Case(
         module=Streams,
         trainer={"val_check_interval": 2},
-        layouts=("tp",),
+        layouts=(),
+        others=("tp",),
         reason=NO_DATA_PARALLEL,
     ),
     "iterable dataset, limit": Case(
@@ -430,8 +433,12 @@ CASES = {
         reason="the batch is fetched inside of the step",
     ),
     "batches of dicts": Case(module=Dicts, layouts=("pp",)),
-    "evaluation": Case(script=evaluate, module=KeepsOutputs, layouts=("zero3", "pp")),
-    "evaluation of several loaders": Case(script=evaluate, module=TwoValLoaders, layouts=("dp",)),
+    "evaluation": Case(
+        script=evaluate, module=KeepsOutputs, layouts=("zero3",), others=("one", "pp")
+    ),
+    "evaluation of several loaders": Case(
+        script=evaluate, module=TwoValLoaders, layouts=("dp",), others=("one",)
+    ),
     "evaluation with limits": Case(
         script=evaluate,
         trainer={"limit_test_batches": 1, "limit_predict_batches": 1, "limit_val_batches": 0.5},
@@ -441,7 +448,7 @@ CASES = {
         script=evaluate, trainer={"inference_mode": False}, layouts=("pp",)
     ),
     "predictions are dropped": Case(script=predict_without_results, layouts=()),
-    "loaders are given": Case(script=with_loaders, layouts=("pp",)),
-    "fit twice": Case(script=fit_twice, layouts=("pp",)),
+    "loaders are given": Case(script=with_loaders, layouts=(), others=("pp",)),
+    "fit twice": Case(script=fit_twice, layouts=(), others=("pp",)),
     "fit in two Trainers": Case(script=fit_in_two_trainers, layouts=(), others=("pp",)),
 }

@@ -334,7 +334,8 @@ class Case:
         script: what is called, `fit` by default.
         layouts: names of the `LAYOUTS` under which the case is run, beside one process: where ranks
             could differ from it, and of similar cases one.
-        others: of similar cases the layouts of the others, under which `make test-all` runs them.
+        others: of similar cases the layouts of the others (``"one"`` too), under which
+            `make test-all` runs them.
         refused: patterns of the error that a layout, or ``"one"`` process, gives instead.
         unlike: parts of events' names that are not compared under a layout.
         rounding: relative difference of values under a layout.

@@ -65,9 +65,10 @@ def places(case: Case) -> list[tuple[str, bool]]:
 
     Where each rank has all samples, tp and pp hold everything that one process does.
     """
-    held = {"tp", "pp"} & set(case.layouts) - case.refused.keys() - case.unlike.keys()
-    found = [("one", bool(held))]
-    return [*found, *((x, False) for x in case.layouts), *((x, True) for x in case.others)]
+    less = {x for x, parts in case.unlike.items() if parts != case.unlike.get("one")}
+    held = {"tp", "pp"} & set(case.layouts) - case.refused.keys() - less
+    left_out = {*case.others, *(["one"] if held else [])}
+    return [(x, x in left_out) for x in dict.fromkeys(("one", *case.layouts, *case.others))]
 
 
 @pytest.mark.parametrize(

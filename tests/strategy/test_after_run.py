@@ -122,7 +122,7 @@ def alone(pool: WorkerPool) -> dict[str, Tensor]:
         (1, {}, "64-true"),
         (1, {}, "bf16-mixed"),
         (2, {"zero": 0}, "64-true"),
-        (2, {"zero": 1}, "64-true"),
+        pytest.param(2, {"zero": 1}, "64-true", marks=pytest.mark.thorough),
         (2, {"zero": 2, "num_microbatches": 2}, "64-true"),
         (2, {"zero": 1}, "bf16-mixed"),
     ],
@@ -153,7 +153,8 @@ def parts_job(layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tens
     [
         (2, {"tp": 2}),
         (2, {"zero": 3}),
-        (4, {"pp": 2, "tp": 2}),
+        (2, {"pp": 2}),
+        pytest.param(4, {"pp": 2, "tp": 2}, marks=pytest.mark.thorough),
         pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),
     ],
     ids=str,
@@ -203,7 +204,9 @@ def averaged_job(path: Path, layout: dict[str, Any]) -> tuple[float, float, list
     return found[0]["val"], float(trainer.callback_metrics["val"]), at_once
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize(
+    "zero", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (0, 1)), 2]
+)
 def test_checkpoints_of_averages_are_gone_on_from(
     pool: WorkerPool, tmp_path: Path, zero: int
 ) -> None:
@@ -222,7 +225,9 @@ def saved_job(path: Path, layout: dict[str, Any]) -> None:
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize("layout", [{"zero": 1}, {"zero": 3}])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({"zero": 1}, marks=pytest.mark.thorough), {"zero": 3}]
+)
 def test_a_checkpoint_is_saved_after_the_run(
     pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

@@ -122,11 +122,11 @@ JOBS: list[Job] = [
     ({"batch_shares": [2, 1]}, 2, 2, {"kind": "Routed", "count": 13}),
     ({"batch_shares": [2, 1], "num_microbatches": 2}, 2, 2, {"kind": "Routed"}),
     ({"batch_shares": [2, 1]}, 2, 2, {"kind": "Routed", "by_token": True, "count": 13}),
-    ({"tp": 2, "batch_shares": [2, 1]}, 4, 2, {}),
     ({"pp": PipelineConfig(degree=2, schedule="zbv"), "batch_shares": [3, 1]}, 4, 2, {}),
 ]
 """Layouts, and what is trained on them. Of 13 samples the last batch has one, for several ranks."""
 THOROUGH: list[Job] = [
+    ({"tp": 2, "batch_shares": [2, 1]}, 4, 2, {}),
     ({"zero": 2, "batch_shares": [2, 1], "microbatch_size": 2}, 2, 2, {"count": 13}),
     (
         {"zero": 2, "pp": 2, "batch_shares": [1, 3], "num_microbatches": 2},

@@ -179,7 +179,7 @@ def incremental_job(directory: Path, mode: str) -> dict[str, torch.Tensor]:
     return weights(trainer.lightning_module)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.thorough), "async"])
 def test_frozen_layers_are_written_once_and_outlive_the_first(
     pool: WorkerPool, tmp_path: Path, mode: str
 ) -> None:

@@ -102,16 +102,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "ZeRO 3, pp": (4, {"pp": 2, "zero": 3, "num_microbatches": 2}, False),
     "V": (2, {"pp": PipelineConfig(degree=2, schedule="zbv")}, False),
 }
+"""Processes, options, and whether all sequences have an even number of tokens."""
+JOINED = ("tp", "sequence parallelism, pp", "ZeRO 3, pp")
+"""Of four processes, which join what two show; under context parallelism a pipeline stays."""
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=pytest.mark.thorough)
-        if name == "sequence parallelism, pp"
-        else name
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in JOINED)) for name in LAYOUTS],
 )
 def test_what_a_run_shows_of_itself_is_whole(pool: WorkerPool, alone: Any, layout: str) -> None:
     processes, options, even = LAYOUTS[layout]

@@ -58,7 +58,7 @@ LAYOUTS = {
     "pp=2": (2, {"pp": 2}),
     "dp=2": (2, {"zero": 1}),
     "dp=2, zero=3, 2 microbatches": (2, {"zero": 3, "num_microbatches": 2}),
-    "tp=2, pp=2": (4, {"tp": 2, "pp": 2}),
+    "tp=2": (2, {"tp": 2}),
 }
 """Processes and options."""
 

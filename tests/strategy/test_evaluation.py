@@ -77,7 +77,10 @@ def plain(pool: WorkerPool) -> Any:
     return run(pool, None, evaluate)[0]
 
 
-@pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2", "pp=2 zbv"])
+@pytest.mark.parametrize(
+    "layout",
+    ["one process, 4 microbatches", pytest.param("pp=2", marks=pytest.mark.thorough), "pp=2 zbv"],
+)
 def test_evaluation_equals_one_process(pool: WorkerPool, plain: Any, layout: str) -> None:
     ranks = run(pool, layout, evaluate)
     assert_same(merged([rank["weights"] for rank in ranks]), plain["weights"])
@@ -229,7 +232,9 @@ def averaged(pool: WorkerPool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout"), [(2, {"zero": 3}), (4, {"pp": 2}), (4, {})], ids=str
+    ("devices", "layout"),
+    [(2, {"zero": 3}), (4, {"pp": 2}), pytest.param(4, {}, marks=pytest.mark.thorough)],
+    ids=str,
 )
 def test_uneven_samples_are_evaluated_once_each(
     pool: WorkerPool, averaged: Any, devices: int, layout: dict[str, Any]

@@ -155,8 +155,8 @@ def gradients_at_hooks(
     return witness.seen, witness.losses, weights(module)
 
 
-OTHERS = ("pp=2, 1 microbatch", "dp=2")
-"""Layouts that differ from one that is there in the number of microbatches alone."""
+OTHERS = ("pp=2, 1 microbatch", "dp=2", "pp=2 x dp=2")
+"""Layouts that differ from one that is there in the number of microbatches alone, or join two."""
 
 
 @pytest.mark.parametrize(

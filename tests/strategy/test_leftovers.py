@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline x tp": (4, {"pp": 2, "tp": 2}),
     "zero 3 x tp": (4, {"zero": 3, "tp": 2}),
 }
-THOROUGH = {"pipeline x tp", "zero 3 x tp"}
+THOROUGH = {"zero 0", "zero 1", "hybrid zero 2", "pipeline x tp", "zero 3 x tp"}
 
 
 def fit_job(layout: Mapping[str, Any], devices: int) -> None:

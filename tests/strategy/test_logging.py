@@ -18,10 +18,10 @@ from lightning_megatron.strategy.collectives import MonitoredValues
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import LAYOUTS, Small, dp_of, loader, make_trainer, run, samples
 
-# What is left out differs from one that is there in the number of microbatches alone.
+# What is left out differs from one that is there in the number of microbatches alone, or joins two.
 SOME: list[Any] = [
     pytest.param(name, marks=pytest.mark.thorough)
-    if name in ("pp=2", "pp=2, 1 microbatch", "dp=2")
+    if name in ("pp=2", "pp=2, 1 microbatch", "dp=2", "pp=2 x dp=2")
     else name
     for name in LAYOUTS
 ]
@@ -196,7 +196,7 @@ def plain_decisions(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) 
     [
         "one process, 4 microbatches",
         pytest.param("pp=2 zbv", marks=pytest.mark.thorough),
-        "pp=2 x dp=2",
+        pytest.param("pp=2 x dp=2", marks=pytest.mark.thorough),
     ],
 )
 def test_trap_06_monitors_decide_alike_on_all_ranks(
@@ -266,9 +266,7 @@ def plain_metrics(pool: WorkerPool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", [*SOME[:-1], pytest.param("pp=2 x dp=2", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("layout", SOME)
 def test_metric_objects_cover_the_global_batch(
     pool: WorkerPool, plain_metrics: dict[str, float], layout: str
 ) -> None:

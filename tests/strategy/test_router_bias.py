@@ -189,6 +189,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"activations": ActivationConfig(recompute="full", blocks=["Block"]), "zero": 0},
     ),
+    "ep=2 tp=2 sp": (2, {"ep": 2, "tp": 2, "sequence_parallel": True}),
 }
 
 
@@ -196,7 +197,11 @@ VALIDATED = ("ep=2, 2 microbatches", "pp=2")
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulate"), [(name, 1 + index % 2) for index, name in enumerate(LAYOUTS)]
+    ("name", "accumulate"),
+    [
+        pytest.param(name, 1 + index % 2, marks=[pytest.mark.thorough] * (LAYOUTS[name][0] > 2))
+        for index, name in enumerate(LAYOUTS)
+    ],
 )
 def test_biases_are_those_of_one_process(pool: WorkerPool, name: str, accumulate: int) -> None:
     """Evaluation, which some of the runs stop for after each batch, leaves them."""

@@ -91,7 +91,11 @@ def one_process(pool: WorkerPool) -> Any:
         ({"zero": 3, "microbatch_size": 1}, 2),
         ({"zero": 3, "num_microbatches": 4}, 2),
         pytest.param({"zero": 3, "pp": 2, "microbatch_size": 1}, 4, marks=pytest.mark.thorough),
-        ({"zero": 3, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 4}, 4),
+        pytest.param(
+            {"zero": 3, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 4},
+            4,
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )

@@ -72,7 +72,11 @@ def fit(
     return weights(module), module.sizes
 
 
-@pytest.mark.parametrize("layout", [{"zero": 2}, {"pp": 2, "num_microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"zero": 2}, pytest.param({"pp": 2, "num_microbatches": 2}, marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_parts_follow_the_times_of_the_ranks(pool: WorkerPool, layout: dict[str, Any]) -> None:
     """A rank that takes twice as long for a sample comes to read half as many."""
     [(alone, _)] = pool.run(1, fit, {}, 1, 1)

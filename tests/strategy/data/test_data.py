@@ -161,7 +161,7 @@ def test_a_random_sampler_of_the_user_draws_alike_on_all_ranks(pool: WorkerPool)
         ("tp", "none", 0),
         ("pp", "none", 2),
         pytest.param("tp", "seed", 0, marks=pytest.mark.thorough),
-        ("pp", "seed", 0),
+        pytest.param("pp", "seed", 0, marks=pytest.mark.thorough),
         ("tp", "seed and workers", 2),
     ],
 )
@@ -219,7 +219,10 @@ COUNTED = {"max_steps": 5, "max_epochs": -1, "val_check_interval": 2, "num_sanit
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("pp=2", {"limit_train_batches": 3, "limit_val_batches": 1}),
+        pytest.param(
+            *("pp=2", {"limit_train_batches": 3, "limit_val_batches": 1}),
+            marks=pytest.mark.thorough,
+        ),
         ("pp=2", FRACTIONS),
         ("dp=2", FRACTIONS),
         ("dp=2", {"overfit_batches": 2}),

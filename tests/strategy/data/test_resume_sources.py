@@ -206,7 +206,9 @@ def test_ranks_that_read_the_same_or_should_are_named(pool: WorkerPool) -> None:
     pool.run(2, refused, {"tp": 2}, "all")
 
 
-@pytest.mark.parametrize(("save", "fails"), [(STEPS - 1, True), (STEPS, False)])
+@pytest.mark.parametrize(
+    ("save", "fails"), [(STEPS - 1, True), pytest.param(STEPS, False, marks=pytest.mark.thorough)]
+)
 def test_a_stream_that_some_worker_has_read_to_its_end(
     pool: WorkerPool, tmp_path: Path, save: int, fails: bool
 ) -> None:

@@ -129,7 +129,10 @@ def trained_twice(pool: WorkerPool) -> Any:
 
 @pytest.mark.parametrize(
     ("devices", "first", "second"),
-    [(2, {"pp": 2}, {"zero": 3}), (4, {"tp": 2}, {"pp": 2, "zero": 0})],
+    [
+        (2, {"pp": 2}, {"zero": 3}),
+        pytest.param(4, {"tp": 2}, {"pp": 2, "zero": 0}, marks=pytest.mark.thorough),
+    ],
 )
 def test_two_trainers_with_different_layouts_do_not_see_each_other(
     pool: WorkerPool, devices: int, first: dict[str, Any], second: dict[str, Any]
@@ -154,7 +157,9 @@ def fit_plain_twice() -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"zero": 1}, {"zero": 3}])
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2}, pytest.param({"zero": 1}, marks=pytest.mark.thorough), {"zero": 3}]
+)
 def test_a_module_goes_on_under_a_second_trainer_of_the_same_layout(
     pool: WorkerPool, trained_twice: Any, layout: dict[str, Any]
 ) -> None:
