@@ -262,9 +262,9 @@ def alone(pool: WorkerPool, tmp_path_factory: Any) -> dict[str, Found]:
 
 
 PAIRS = {
-    "zero 3": ("Reads", "NewHead", "Adapters", "Layers"),
+    "zero 3": ("Reads", "NewHead", "Layers"),
     "tp": ("Renames", "DropsHead", "Layers"),
-    "pp": ("Reads", "Renames", "NewHead", "DropsHead", "Adapters"),
+    "pp": ("Reads", "Renames", "NewHead", "Adapters"),
 }
 """Habits under each layout; the others are tried by `make test-all`."""
 
