@@ -210,7 +210,7 @@ def test_another_number_of_experts_is_refused_by_name(
 def test_hooks_see_and_change_whole_stacks(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     saving: dict[str, Any] = {"kind": Edits, "paths": (path,), "max_steps": 1}
-    weights = pool.run(4, train_job, SPREAD, saving)[0]
+    weights = pool.run(2, train_job, {"ep": 2, "zero": 2}, saving)[0]
     assert torch.equal(load_tensor(path, UP), 2 * weights[UP])
     loading: dict[str, Any] = {"kind": Edits, "source": path, "max_steps": 1}
     for found in pool.run(2, train_job, {"ep": 2, "zero": 3}, loading):

@@ -30,7 +30,7 @@ def trained(
     ("devices", "layout"),
     [
         (1, {}),
-        (2, {"zero": 3}),
+        pytest.param(2, {"zero": 3}, marks=pytest.mark.thorough),
         (2, {"pp": 2}),
         pytest.param(2, {"tp": 2}, marks=pytest.mark.thorough),
         pytest.param(4, {"pp": 2, "zero": 1}, marks=pytest.mark.thorough),

@@ -64,7 +64,13 @@ def alone(pool: WorkerPool) -> tuple[Any, ...]:
     return found
 
 
-@pytest.mark.parametrize(("world", "options"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        pytest.param(*layout, id=name, marks=[pytest.mark.thorough] * (name == "ep=2 tp=2"))
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_a_layout_does_not_change_what_is_logged(
     pool: WorkerPool, alone: tuple[Any, ...], world: int, options: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ The recipes are for GPUs, and for large models. `OTHERWISE` says what the dry ru
 and `TINY` what is replaced to train it here; everything else is the recipe's.
 """
 
+import email
 import os
 import re
 import shlex
@@ -47,7 +48,8 @@ SHORT = [
     *("--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=1"),
     "--trainer.enable_model_summary=false",
 ]
-BYTES = ["--data.seq_len=16", "--data.max_bytes=200000", "--data.batch_size=8"]
+TEXT = f"--data.files=[{Path(email.__file__).parent}/*.py]"  # to list all modules takes longer
+BYTES = ["--data.seq_len=16", "--data.max_bytes=200000", "--data.batch_size=8", TEXT]
 SIZES = ("hidden_size=32", "num_layers=4", "num_heads=4", "mlp_size=32", "max_seq_len=16")
 SMALL = [f"--model.config.{size}" for size in SIZES]
 TWO_BLOCKS = "--model.config.num_layers=2"
@@ -56,6 +58,7 @@ SMALL_LLAMA = [
 ]
 OFTEN = "--trainer.callbacks.every_n_train_steps=3"  # of the ModelCheckpoint
 TWO_BATCHES = "--trainer.accumulate_grad_batches=2"
+NOT_SPREAD = "--trainer.strategy.sequence_parallel=false"  # over tp, as in pretrain-1b
 GRAPHS_ONLY = "--trainer.strategy.compile.backend=eager"
 """Code of a compiler takes longer to make than it takes to train."""
 
@@ -92,9 +95,9 @@ TINY = {
         ],
     ),
     "pretrain-8b": Tiny(
-        ranks=4,
+        ranks=2,
         options=[
-            *(CPU, "--trainer.num_nodes=1", "--trainer.strategy.tp=2"),
+            *(CPU, "--trainer.num_nodes=1", "--trainer.strategy.tp=1", NOT_SPREAD),
             *(*SMALL_LLAMA, TWO_BLOCKS, *BYTES, "--data.batch_size=2", OFTEN),
         ],
     ),

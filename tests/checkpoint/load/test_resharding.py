@@ -9,6 +9,8 @@ from tests.checkpoint import parallel_jobs as jobs
 
 LAYOUTS = {
     "one": None,
+    "tp2": Degrees(tp=2),
+    "replicate2": Degrees(dp_replicate=2),
     "tp2_shard2": Degrees(tp=2, dp_shard=2),
     "tp4": Degrees(tp=4),
     "shard4": Degrees(dp_shard=4),
@@ -52,11 +54,12 @@ def saved(pool, tmp_path_factory):
 @pytest.mark.parametrize(
     ("source", "target", "kind"),
     [
-        ("tp2_shard2", "tp4", "adamw"),
+        pytest.param("tp2_shard2", "tp4", "adamw", marks=pytest.mark.thorough),
         ("tp2_shard2", "shard4", "adamw"),
         pytest.param("tp2_shard2", "replicate2_shard2", "adamw", marks=pytest.mark.thorough),
         ("tp2_shard2", "one", "adamw"),
-        ("replicate2_shard2", "replicate2_tp2", "amsgrad"),
+        ("replicate2", "tp2", "amsgrad"),
+        pytest.param("replicate2_shard2", "replicate2_tp2", "amsgrad", marks=pytest.mark.thorough),
         pytest.param("hybrid8", "tp2_shard2", "amsgrad", marks=pytest.mark.thorough),
         pytest.param("hybrid8", "replicate2_tp2", "amsgrad", marks=pytest.mark.thorough),
         ("one", "tp2_shard2", "sgd"),

@@ -82,11 +82,11 @@ def test_nodes_that_change_places(pool: WorkerPool, tmp_path: Path, whole: Whole
 
 def test_a_node_less(pool: WorkerPool, tmp_path: Path) -> None:
     """The other has all files, and goes on with fewer ranks."""
-    pool.run(4, train, tmp_path, [0, 0, 1, 1], {"zero": 3}, crash=4)
+    pool.run(2, train, tmp_path, [0, 1], {"zero": 3}, crash=4)
     lose(tmp_path, 0)
-    rest = pool.run(2, train, tmp_path, [1, 1], {"zero": 1}, seed=8)
-    assert begun_at(rest) == {"step=00000004.ckpt"}
-    assert [min(points) for points, _ in rest] == [(1, 2)] * 2
+    [rest] = pool.run(1, train, tmp_path, [1], {}, seed=8)
+    assert begun_at([rest]) == {"step=00000004.ckpt"}
+    assert min(rest[0]) == (1, 2)
 
 
 def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None:
@@ -123,7 +123,8 @@ class NoisyExperts(Noisy):
         self.net = PipelineSequential(layers=[Block(), Mixed(), Block()])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_of_a_lost_node(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
     """Of two ranks on a node, it has all experts, cut by ZeRO; and a copy of the other's files."""
     nodes, layout = on_nodes(0, 1, ranks=ranks), {"ep": 2, "zero": 2}
@@ -181,12 +182,12 @@ def test_four_nodes_of_which_none_has_all(
 def test_the_newest_of_both_kinds(pool: WorkerPool, tmp_path: Path) -> None:
     def run(every: int, crash: int) -> set[str]:
         options = {"shared_every": 2, "every": every, "crash": crash}
-        return begun_at(pool.run(2, train, tmp_path, [0, 1], {}, **options))
+        return begun_at(pool.run(1, train, tmp_path, [0], {}, **options))
 
     assert run(every=3, crash=4) == {"none"}
     assert run(every=1, crash=5) == {"step=4.ckpt"}  # the local one is of step 3
     assert run(every=1, crash=5) == {"step=00000005.ckpt"}
-    for folder in ("shared", "node0", "node1"):
+    for folder in ("shared", "node0"):
         shutil.rmtree(tmp_path / folder)
     assert run(every=1, crash=4) == {"none"}
     assert run(every=1, crash=4) == {"step=00000004.ckpt"}  # made after the shared one

@@ -25,8 +25,6 @@ from tests.strategy.small import Small, loader, make_trainer, weights
 STEPS = 3
 BREAKS_AT = 2
 ENDINGS = ("at its end", "by an error", "by an interrupt", "on request", "by an error, saving")
-RUNS = 10
-"""Each kind with every way to deal with a save in flight."""
 _BREAKS = (ArithmeticError, KeyboardInterrupt, SystemExit)
 
 
@@ -71,7 +69,7 @@ def run(
     trainer.fit(Small(), loader(dp=2))
 
 
-def endings_job(base: Path) -> None:
+def endings_job(base: Path, runs: int) -> None:
     chosen = random.Random(int(os.environ["RANK"]))  # every rank writes at a pace of its own
     write = FileSystemWriter.write_data
 
@@ -81,7 +79,7 @@ def endings_job(base: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", late)
-        for number in range(RUNS):
+        for number in range(runs):
             kind, directory = ENDINGS[number % len(ENDINGS)], base / str(number)
             supersede = number % 2 == 1
             ending = Ending(kind)
@@ -101,8 +99,10 @@ def endings_job(base: Path) -> None:
                     assert torch.equal(stored[name], value), (kind, step, name)
 
 
-def test_endings_with_a_save_in_flight(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(2, endings_job, tmp_path)
+@pytest.mark.parametrize("runs", [5, pytest.param(10, marks=pytest.mark.thorough)])
+def test_endings_with_a_save_in_flight(pool: WorkerPool, tmp_path: Path, runs: int) -> None:
+    """Each kind; twice with every way to deal with a save in flight."""
+    pool.run(2, endings_job, tmp_path, runs)
 
 
 def alone_job(base: Path, mode: str) -> None:

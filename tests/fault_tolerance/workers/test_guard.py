@@ -177,7 +177,10 @@ class Mortal(Augmented):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(("how", "workers"), [("SIGKILL", 0), ("SIGSEGV", 2), ("hang", 1)])
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [("SIGKILL", 0), ("hang", 1), pytest.param("SIGSEGV", 2, marks=pytest.mark.thorough)],
+)
 def test_a_run_goes_on_from_after_a_replacement(
     tmp_path: Path, how: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -386,13 +386,10 @@ def test_the_model_is_never_in_memory_as_a_whole(tmp_path):
     assert all(torch.equal(v, found[n]) for n, v in load_file(theirs / "model.safetensors").items())
 
 
-def _train_from(path, labels, ep):
+def _train_from(path, labels, ep, layouts):
     """Two steps from the imported weights under two layouts; first losses and weights."""
     found = []
-    for options in (
-        {"tp": 2, "pp": 2, "num_microbatches": 2},
-        {"zero": ShardingConfig(stage=3, min_numel=1, dp_replicate=2)},
-    ):
+    for options in layouts:
         module = LanguageModel(str(path), lr=1e-2)
         losses = []
         texts = []
@@ -412,21 +409,36 @@ def _train_from(path, labels, ep):
             num_sanity_val_steps=0,
         )
         data = DataLoader([(labels, labels.roll(1, 0))] * 4, batch_size=None)
-        looked_at = None if "pp" in options else data
+        looked_at = data if "zero" in options else None
         trainer.fit(module, data, looked_at, ckpt_path=str(path))
         trainer.save_checkpoint(f"{path.parent}/{len(found)}.ckpt")
         found.append((losses, trainer.global_step, texts))
     return found
 
 
-@pytest.mark.parametrize(("name", "ep"), [("qwen3, tied", 1), ("deepseek_v3", 2)])
-def test_training_starts_from_the_weights_under_any_layout(pool, saved, tmp_path, name, ep):
+PP = {"pp": 2, "num_microbatches": 2}
+ZERO = {"zero": ShardingConfig(stage=3, min_numel=1)}
+OF_FOUR = [{"tp": 2, **PP}, {"zero": ShardingConfig(stage=3, min_numel=1, dp_replicate=2)}]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "ep", "layouts"),
+    [
+        ("qwen3, tied", 2, 1, [PP, ZERO]),
+        ("deepseek_v3", 2, 2, [{"tp": 2}, ZERO]),
+        pytest.param("qwen3, tied", 4, 1, OF_FOUR, marks=pytest.mark.thorough),
+        pytest.param("deepseek_v3", 4, 2, OF_FOUR, marks=pytest.mark.thorough),
+    ],
+)
+def test_training_starts_from_the_weights_under_any_layout(
+    pool, saved, tmp_path, name, ranks, ep, layouts
+):
     path = tmp_path / "a.ckpt"
     import_hugging_face(saved(name), path, pad_vocab_to_multiple=8)
     tokens = some_tokens()
     logits = logits_of(hub_model(name), tokens)
     expected = cross_entropy(logits.flatten(0, 1), tokens.roll(1, 0).flatten()).item()
-    for by_layout in pool.run(4, _train_from, path, tokens, ep):
+    for by_layout in pool.run(ranks, _train_from, path, tokens, ep, layouts):
         (first, steps, _), (second, again, texts) = by_layout
         assert first[0] == pytest.approx(expected, rel=1e-10)
         assert first == pytest.approx(second, rel=1e-10)
@@ -436,8 +448,8 @@ def test_training_starts_from_the_weights_under_any_layout(pool, saved, tmp_path
         assert torch.equal(texts[1], generate(trained, tokens[:, :3], 6))
     assert stored_config(tmp_path / "0.ckpt").vocab_padding == 3
     kind = hub_model(name).config.model_type
-    export_hugging_face(tmp_path / "0.ckpt", tmp_path / "tp and pp", model_type=kind)
+    export_hugging_face(tmp_path / "0.ckpt", tmp_path / "split", model_type=kind)
     export_hugging_face(tmp_path / "1.ckpt", tmp_path / "zero", model_type=kind)
-    one, other = stored_tensors(tmp_path / "tp and pp"), stored_tensors(tmp_path / "zero")
+    one, other = stored_tensors(tmp_path / "split"), stored_tensors(tmp_path / "zero")
     torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     assert one["model.embed_tokens.weight"].shape[0] == VOCABULARY
