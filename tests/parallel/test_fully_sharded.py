@@ -23,7 +23,7 @@ from tests.parity.plain_modules import FromMemory
 
 
 def train(module: L.LightningModule, strategy: Any, **options: Any) -> dict[str, Tensor]:
-    quiet_trainer(strategy, max_epochs=2, **options).fit(module)
+    quiet_trainer(strategy, **options).fit(module)
     return lightning_megatron.gather(module)
 
 
