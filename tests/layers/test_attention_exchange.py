@@ -146,9 +146,16 @@ def _layers(kind, cp, tp, sequence_parallel):
     ("kind", "cp", "tp", "sequence_parallel"),
     [
         ("ring", 2, 1, False),
-        ("gather", 2, 2, True),
-        ("ulysses", 2, 2, False),
-        ("auto", 4, 1, False),
+        ("gather", 2, 1, False),
+        ("ulysses", 2, 2, True),
+        ("auto", 2, 1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                *(("gather", 2, 2, True), ("ulysses", 2, 2, False)),
+                ("auto", 4, 1, False),
+            )
+        ),
     ],
 )
 def test_layers_equal_those_of_one_process(pool, kind, cp, tp, sequence_parallel):

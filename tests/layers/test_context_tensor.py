@@ -159,7 +159,7 @@ def _functions(options, kind):
     topology, tp = context_topology(**options), options["tp"]
     net = Net()
     for name, function in table.items():
-        for length in LENGTHS if tp == 1 else LENGTHS[::2]:
+        for length in LENGTHS if tp == 1 else LENGTHS[2:3]:
             if (length < 3 and name in ("inner", "probabilities")) or (tp > 1 and name == "stored"):
                 continue
             generator = torch.Generator().manual_seed(length)

@@ -130,9 +130,9 @@ def _loss(model, x, kwargs):
     return (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum()
 
 
-def _on_cp(cp, tp, sequence_parallel, kind):
+def _on_cp(cp, tp, sequence_parallel, kind, names):
     topology = context_topology(cp, tp, sequence_parallel=sequence_parallel, kind=kind)
-    for sizes in SIZES.values():
+    for sizes in map(SIZES.get, names):
         for length, options, extra in (
             (1, {}, ()),
             (5, {}, ()),
@@ -154,18 +154,24 @@ def _on_cp(cp, tp, sequence_parallel, kind):
 
 
 @pytest.mark.parametrize(
-    ("cp", "tp", "sequence_parallel", "kind"),
+    ("cp", "tp", "sequence_parallel", "kind", "names"),
     [
-        (2, 1, False, "auto"),
-        (2, 2, False, "auto"),
-        pytest.param(2, 2, True, "gather", marks=pytest.mark.thorough),
-        pytest.param(4, 1, False, "gather", marks=pytest.mark.thorough),
-        (2, 1, False, "ring"),
-        (2, 2, True, "ulysses"),
+        (2, 1, False, "auto", [*SIZES]),
+        (2, 1, False, "ring", [*SIZES]),
+        (2, 2, False, "auto", ["values smaller than keys"]),
+        (2, 2, True, "ulysses", ["values larger than keys"]),
+        *(
+            pytest.param(*case, [*SIZES], marks=pytest.mark.thorough)
+            for case in (
+                *((2, 2, False, "auto"), (2, 2, True, "ulysses")),
+                *((2, 2, True, "gather"), (4, 1, False, "gather")),
+            )
+        ),
     ],
+    ids=lambda value: f"{len(value)} sizes" if isinstance(value, list) else None,
 )
-def test_latents_are_gathered_over_cp(pool, cp, tp, sequence_parallel, kind):
-    pool.run(cp * tp, _on_cp, cp, tp, sequence_parallel, kind)
+def test_latents_are_gathered_over_cp(pool, cp, tp, sequence_parallel, kind, names):
+    pool.run(cp * tp, _on_cp, cp, tp, sequence_parallel, kind, names)
 
 
 def _exchanges(kind):

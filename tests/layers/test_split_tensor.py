@@ -262,7 +262,7 @@ def _run(tp: int, sequence_parallel: bool) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel"),
-    [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.thorough)],
+    [(2, True), *(pytest.param(*c, marks=pytest.mark.thorough) for c in ((2, False), (4, True)))],
 )
 def test_every_function_gives_what_it_gives_of_the_whole(
     pool: WorkerPool, tp: int, sequence_parallel: bool

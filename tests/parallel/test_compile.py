@@ -425,7 +425,9 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n == "every 2nd")) for n in INSIDE]
+)
 def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
     memory, more, products = INSIDE[name]
     found = one_pass(Random, memory, BLOCK if "block" in name else MODEL)

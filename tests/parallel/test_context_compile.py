@@ -68,6 +68,6 @@ CASES = {
 def test_compiled_blocks_train_as_others_do(pool: WorkerPool, name: str) -> None:
     """A graph serves all microbatches of sequences of one length."""
     memory, compiled, graphs = CASES[name]
-    options = {"cp": 2, "num_microbatches": 4}
+    options = {"cp": 2, "num_microbatches": 2}
     found = pool.run(2, compared_job, options, memory, compiled)
     assert found == [graphs, graphs]

@@ -23,7 +23,7 @@ from tests.parity.plain_modules import FromMemory
 
 
 def train(module: L.LightningModule, strategy: Any, **options: Any) -> dict[str, Tensor]:
-    quiet_trainer(strategy, max_epochs=2, **options).fit(module)
+    quiet_trainer(strategy, **options).fit(module)
     return lightning_megatron.gather(module)
 
 
@@ -187,7 +187,7 @@ def apart_job(name: str) -> None:
 def test_ranks_that_run_different_units_say_so(pool: WorkerPool, name: str) -> None:
     """The one that comes last, before gloo ends the process or both wait for ever."""
     with pytest.raises(WorkerError) as failure:
-        pool.run(2, apart_job, name)
+        pool.run(2, apart_job, name, grace=0.2)
     assert isinstance(failure.value.__cause__, ConfigError)
     text = str(failure.value.__cause__)
     assert re.match(APART[name][1], text), text

@@ -214,7 +214,7 @@ def whole_job(schedule: str, counts: list[int]) -> float:
 def test_every_schedule_takes_any_number_of_microbatches(
     pool: WorkerPool, schedule: str, ranks: int
 ) -> None:
-    assert max(pool.run(ranks, whole_job, schedule, [1, 5, 2, 8])) <= 1e-12
+    assert max(pool.run(ranks, whole_job, schedule, [1, 7, 2])) <= 1e-12
 
 
 def one_process(count: int) -> list[Tensor]:
@@ -301,7 +301,11 @@ def uneven_job(sizes: list[list[int]], schedule: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("interleaved", 2), ("zbv", 3)]
+    ("schedule", "ranks"),
+    [
+        *(("1f1b", 2), ("interleaved", 2), ("zbv", 3)),
+        pytest.param("1f1b", 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_shapes_and_counts_change_from_step_to_step(
     pool: WorkerPool, schedule: str, ranks: int

@@ -83,7 +83,7 @@ def trees_job(ranks: int) -> tuple[list[str], int, int]:
     return wrong, parts.sent_in_parts, part.numel()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_arrives_is_what_was_sent(pool: WorkerPool, ranks: int) -> None:
     for wrong, in_parts, size in pool.run(ranks, trees_job, ranks):
         assert wrong == []
@@ -183,8 +183,16 @@ def links_job(kind: str, name: str, microbatches: int) -> list[int]:
     return sent
 
 
-@pytest.mark.parametrize("kind", ["inline", "device"])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("1f1b", "device"), ("interleaved", "inline"), ("zbv", "device")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.thorough)
+            for pair in (("1f1b", "inline"), ("interleaved", "device"), ("zbv", "inline"))
+        ),
+    ],
+)
 def test_messages_go_in_parts_on_every_channel(pool: WorkerPool, kind: str, name: str) -> None:
     boundaries = {"1f1b": 1, "interleaved": 3, "zbv": 2}[name]
     found = pool.run(4, links_job, kind, name, 4)

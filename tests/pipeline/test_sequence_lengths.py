@@ -95,7 +95,11 @@ def heard_job(pp: int, schedule: str) -> tuple[list[list[int]], list[list[int]]]
 
 
 @pytest.mark.parametrize(
-    ("pp", "schedule"), [(1, ""), (2, "1f1b"), (2, "interleaved"), (2, "zbv"), (2, "gpipe")]
+    ("pp", "schedule"),
+    [
+        *((1, ""), (2, "1f1b"), (2, "zbv")),
+        *(pytest.param(2, n, marks=pytest.mark.thorough) for n in ("interleaved", "gpipe")),
+    ],
 )
 def test_lengths_of_each_microbatch_are_known_twice(
     pool: WorkerPool, pp: int, schedule: str

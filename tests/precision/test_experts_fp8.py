@@ -1,5 +1,6 @@
 """Experts in FP8: each computes as a linear layer of its own, by every recipe and backend."""
 
+import itertools
 import logging
 from typing import Any
 
@@ -115,6 +116,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep=2": (2, {"ep": 2}),
     "ep=2 tp=2": (2, {"ep": 2, "tp": 2}),
 }
+PAIRS = (("rowwise", "ep=2"), ("delayed", "ep=2 tp=2"))
 
 
 def train_all() -> dict[str | None, tuple[Outcome, dict[str, Any]]]:
@@ -126,8 +128,13 @@ def one_process(pool: WorkerPool) -> dict[str | None, tuple[Outcome, dict[str, A
     return pool.run(1, train_all)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.thorough] * (pair not in PAIRS))
+        for pair in itertools.product(("rowwise", "delayed"), LAYOUTS)
+    ],
+)
 def test_training_is_close_to_one_process(
     pool: WorkerPool, one_process: dict[str | None, Any], recipe: str, name: str
 ) -> None:

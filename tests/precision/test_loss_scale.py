@@ -99,7 +99,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "pp=2 dp=2": (4, {"pp": 2, "num_microbatches": 2}, 1),
     "tp=2 pp=2 dp=2 zero 3": (8, {"tp": 2, "pp": 2, "zero": 3, "num_microbatches": 2}, 3),
 }
-LONG = ("dp=2 zero 1, 2 microbatches", "tp=2 dp=2 zero 3", "tp=2 pp=2 dp=2 zero 3")
+LONG = (
+    *("dp=2 zero 1, 2 microbatches", "tp=2 dp=2 zero 3", "pp=2 dp=2"),
+    "tp=2 pp=2 dp=2 zero 3",
+)
 
 
 @pytest.fixture(scope="module")

@@ -64,25 +64,34 @@ def compare_job(options: dict[str, Any], runs: dict[str, tuple[str, ...]]) -> No
 
 ALL = tuple(PRECISIONS)[:-1]
 CASES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "alone": (1, {"num_microbatches": 2}, ALL),
+    "alone": (1, {}, ALL),
     "alone, the other mode": (1, {"num_microbatches": 2}, ALL),
-    "tp=2": (
+    "tp=2": (2, {"tp": 2, "sequence_parallel": True}, ("delayed",)),
+    "tp=2, others": (
         2,
         {"tp": 2, "sequence_parallel": True},
-        ("bf16-mixed", "delayed"),
+        ("bf16-mixed", "rowwise", "blockwise"),
     ),
-    "tp=2, blocks": (2, {"tp": 2, "sequence_parallel": True}, ("rowwise", "blockwise")),
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}, ("bf16-mixed", "tensorwise")),
     "pp=2 zb-h1": (
         2,
         {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2},
-        ("16-mixed", "delayed", "mxfp8"),
+        ("16-mixed", "delayed"),
     ),
-    "dp=2 zero 3": (2, {"zero": 3}, ("bf16-mixed", "tensorwise, gathered in FP8")),
+    "pp=2 zb-h1, blocks": (
+        2,
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2},
+        ("mxfp8",),
+    ),
+    "dp=2 zero 3": (2, {"zero": 3}, ("tensorwise, gathered in FP8",)),
+    "dp=2 zero 3, bfloat16": (2, {"zero": 3}, ("bf16-mixed",)),
 }
 
 
-THOROUGH = ("alone, the other mode", "tp=2, blocks", "pp=2")
+THOROUGH = (
+    *("alone, the other mode", "tp=2, others", "pp=2"),
+    *("pp=2 zb-h1, blocks", "dp=2 zero 3, bfloat16"),
+)
 
 
 @pytest.mark.parametrize(

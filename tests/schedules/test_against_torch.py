@@ -133,7 +133,7 @@ SEVERAL_STAGES: dict[str, tuple[type, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", SEVERAL_STAGES)
 def test_several_stages(name: str, p: int) -> None:
     schedule_class, numbers = SEVERAL_STAGES[name]

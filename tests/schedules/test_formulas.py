@@ -72,7 +72,7 @@ def test_zb_h1(p: int, m: int) -> None:
     assert max(timeline.peak_live) == min(p, m)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(ranks, extra, turns)
 def test_zb_h1_looped(p: int, more: int, v: int) -> None:
     timeline, bubble = run("zb-h1", p, p + more, v)
@@ -90,7 +90,7 @@ def test_zb_h2(p: int, m: int) -> None:
         assert timeline.flowing_step_time == 3 * m  # no bubble
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(ranks, extra)
 def test_zbv(p: int, more: int) -> None:
     m = p + more
@@ -99,7 +99,7 @@ def test_zbv(p: int, more: int) -> None:
     assert max(timeline.peak_live) == 2 * p
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(ranks, extra)
 def test_dualpipev(p: int, more: int) -> None:
     timeline, bubble = run("dualpipev", p, p + more)
@@ -109,7 +109,7 @@ def test_dualpipev(p: int, more: int) -> None:
         assert max(timeline.peak_live) == 2 * p + 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(2, 10), st.integers(24, 40))
 def test_dualpipev_pairs_forwards_with_whole_backwards(p: int, m: int) -> None:
     schedule = make_schedule("dualpipev", p, m)
@@ -124,7 +124,7 @@ def test_dualpipev_pairs_forwards_with_whole_backwards(p: int, m: int) -> None:
             assert row[i - 1].microbatch != row[i].microbatch
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(2, 10), extra)
 def test_v_half(p: int, more: int) -> None:
     timeline, bubble = run("v-half", p, p + more)
@@ -133,7 +133,7 @@ def test_v_half(p: int, more: int) -> None:
         assert max(timeline.peak_live) == 2 * ((p + 2) // 2)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(2, 10), extra)
 def test_v_min(p: int, more: int) -> None:
     timeline, bubble = run("v-min", p, p + more)
@@ -151,14 +151,14 @@ LIMITS = {
 """Live activations of a stage that no rank exceeds, whatever the number of microbatches."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.sampled_from(sorted(LIMITS)), st.integers(1, 16), few)
 def test_room_of_v_shaped_schedules(name: str, p: int, m: int) -> None:
     timeline, _ = run(name, p, m)
     assert max(timeline.peak_live) <= min(LIMITS[name](p), 2 * m)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(2, 10), extra)
 def test_order_of_memory_and_bubble(p: int, more: int) -> None:
     m = 2 * p + more

@@ -102,6 +102,9 @@ def test_a_mixture_gives_what_one_process_gives(pool: Any, name: str, kind: Expe
     pool.run(processes, _check, *CASES[name], kind)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("dp", "once"), ("tp and dp", "gather")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param("dp", "once", marks=pytest.mark.thorough), ("tp and dp", "gather")],
+)
 def test_a_mixture_on_sixteen_ranks(name: str, kind: ExpertDispatch) -> None:
     lockstep.run(16, _check, *ON_SIXTEEN[name], kind, 16)

@@ -34,6 +34,8 @@ LAYOUTS = {
     "dp=2 cp=2": {"cp": 2, "dp_shard": 2},
     "dp=2 tp=2, ep=2": {"tp": 2, "dp_shard": 2, "ep": 2},
 }
+THOROUGH = ("cp=2 tp=2", "dp=2 cp=2", "dp=2 tp=2, ep=2")
+"""Layouts whose axes others have, and two of which one has together."""
 CHECKED = {
     name: VARIANTS[name]
     for name in ("mixtral", "deepseek", "batch", "capacity", "capacity by position", "room for one")
@@ -157,7 +159,7 @@ def _ranks(options):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(n, marks=[pytest.mark.thorough] * (n == "cp=2 tp=2")) for n in LAYOUTS],
+    [pytest.param(n, marks=[pytest.mark.thorough] * (n in THOROUGH)) for n in LAYOUTS],
 )
 def test_layouts(pool, layout):
     options = LAYOUTS[layout]

@@ -132,8 +132,10 @@ def modes_job(
 
 
 MOST = ("none", "selective", "full")
+MORE = (*MOST, "context", "offload")
 KINDS = {
-    "ring": (2, {"cp": ContextConfig(degree=2, kind="ring")}, 0.0, tuple(MODES)),
+    "ring": (2, {"cp": ContextConfig(degree=2, kind="ring")}, 0.0, MORE),
+    "ring, all": (2, {"cp": ContextConfig(degree=2, kind="ring")}, 0.0, tuple(MODES)),
     "gather": (2, {"cp": ContextConfig(degree=2, kind="gather")}, 0.2, MOST),
     "ulysses": (2, {"cp": ContextConfig(degree=2, kind="ulysses")}, 0.2, MOST),
     "both": (4, {"cp": ContextConfig(degree=4, kind="ring", ulysses=2)}, 0.0, MOST),
@@ -144,7 +146,11 @@ KINDS = {
     "kind",
     [
         *("ring", "gather"),
-        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("ulysses", "both")),
+        *(
+            pytest.param(kind, marks=pytest.mark.thorough)
+            for kind in [*KINDS][1:]
+            if kind != "gather"
+        ),
     ],
 )
 def test_what_attention_has_exchanged_is_kept(pool: WorkerPool, kind: str) -> None:
