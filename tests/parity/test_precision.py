@@ -128,7 +128,9 @@ PRECISIONS: dict[str, Sequence[str]] = {
     **dict.fromkeys(LAYOUTS, NARROW),
     "tp=2": ("32-true",),
     "dp=2 zero 0": ("32-true", "bf16-mixed"),
-    "pp=2 dp=2 zero 3 zb-h1 m=1": NARROW,
+    "cp=2 zero 3": ("bf16-mixed",),
+    "dp=2 zero 3": ("bf16-true",),
+    "pp=2 dp=2 zero 3 zb-h1 m=1": ("bf16-true",),
 }
 """Of a layout: one in float32 for a weight that is cut and for one that is not, and a schedule that
 splits backwards where weights are cut. All others are tried in `make test-all`."""
