@@ -238,10 +238,10 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
 LONG = set(EXTRAS) - {
     "the user's checkpointed blocks, zbv",
     "offload, zbv",
-    "parts of sequences, zbv",
     "in parts over tp, zbv",
 }
-"""In `make test-all`: by default a schedule of another kind meets the same option."""
+"""In `make test-all`: by default a schedule of another kind meets the same option, and a mixture
+parts of sequences."""
 
 
 def extra_job(options: dict[str, Any], checkpointed: bool) -> Outcome:
