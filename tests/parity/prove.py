@@ -14,9 +14,9 @@ numbers on its way appends them to a list `notes`. The entry names the kinds of 
 module meets and, where the library cannot keep it true, the words of the error.
 
 A layout is one entry of another table (`Layout`): the number of processes and the options of the
-strategy. Layouts of a kind can go wrong for a module in the same way. So by default it meets one
-layout of each kind, chosen by the module's name, and those that its entry asks for by `also`; the
-others are met in `make test-all` (`meetings`).
+strategy. Layouts of a kind can go wrong for a module in the same way. So by default it meets those
+that its entry asks for by `also`, and of each kind one of the others, chosen by the module's name;
+all are met in `make test-all` (`meetings`).
 
 Modules that a layout must train run one after the other in the same processes, and so do those
 that it must refuse: `train_all` and `refuse_all` are the jobs of the workers. Where one rank alone
@@ -117,7 +117,11 @@ def meetings(table: Mapping[str, Entry], layouts: Mapping[str, Layout]) -> Itera
                 for key, layout in layouts.items()
                 if layout.kind == kind and key not in entry.without
             ]
-            often = [key for key in of_kind if not (entry.thorough or layouts[key].thorough)]
+            often = [
+                key
+                for key in of_kind
+                if not (entry.thorough or layouts[key].thorough or key in entry.also)
+            ]
             # Depends on the name alone: further entries leave the others where they are.
             chosen = {*entry.also, *([often[crc32(name.encode()) % len(often)]] if often else [])}
             for key in of_kind:

@@ -33,13 +33,18 @@ from tests.parity import (
 from tests.parity.prove import Entry, Layout
 
 LAYOUTS: dict[str, Layout] = {
-    "zero 0": Layout(kind="whole weights", options={"zero": 0}),
-    "zero 1": Layout(kind="whole weights", options={"zero": 1}),
-    "zero 2": Layout(kind="whole weights", options={"zero": 2}),
-    "zero 3": Layout(kind="cut weights", options={"zero": 3}),
+    "zero 0": Layout(kind="data parallel", options={"zero": 0}),
+    "zero 1": Layout(kind="data parallel", options={"zero": 1}),
+    "zero 2": Layout(kind="data parallel", options={"zero": 2}),
+    "zero 3": Layout(kind="data parallel", options={"zero": 3}),
     "tp": Layout(kind="tp", options={"tp": 2}),
     "pp": Layout(kind="pp", options={"pp": 2, "num_microbatches": 1}),
-    "tp pp": Layout(kind="together", ranks=4, options={"tp": 2, "pp": 2, "num_microbatches": 1}),
+    "tp pp": Layout(
+        kind="together",
+        ranks=4,
+        options={"tp": 2, "pp": 2, "num_microbatches": 1},
+        thorough=True,
+    ),
     "tp pp dp": Layout(
         kind="together",
         ranks=8,
@@ -55,13 +60,22 @@ LAYOUTS: dict[str, Layout] = {
         options={"pp": PipelineConfig(degree=3, schedule="gpipe"), "num_microbatches": 4},
     ),
     "1f1b zero 0": Layout(
-        kind="schedule and others", ranks=4, options={"pp": 2, "num_microbatches": 2, "zero": 0}
+        kind="schedule and others",
+        ranks=4,
+        options={"pp": 2, "num_microbatches": 2, "zero": 0},
+        thorough=True,
     ),
     "1f1b zero 3": Layout(
-        kind="schedule and others", ranks=4, options={"pp": 2, "num_microbatches": 2, "zero": 3}
+        kind="schedule and others",
+        ranks=4,
+        options={"pp": 2, "num_microbatches": 2, "zero": 3},
+        thorough=True,
     ),
     "1f1b tp": Layout(
-        kind="schedule and others", ranks=4, options={"pp": 2, "tp": 2, "num_microbatches": 1}
+        kind="schedule and others",
+        ranks=4,
+        options={"pp": 2, "tp": 2, "num_microbatches": 1},
+        thorough=True,
     ),
     "stage without weights": Layout(
         kind="partition",
@@ -76,6 +90,7 @@ LAYOUTS: dict[str, Layout] = {
             "num_microbatches": 2,
             "zero": 3,
         },
+        thorough=True,
     ),
     "stage with one weight": Layout(
         kind="one weight",
@@ -98,6 +113,7 @@ LAYOUTS: dict[str, Layout] = {
             "activations": ActivationConfig(recompute="selective", blocks=["Block"]),
             "zero": 3,
         },
+        thorough=True,
     ),
     "tp cut between up and down": Layout(
         kind="split logits",
@@ -110,8 +126,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "ep": Layout(kind="experts", options={"ep": 2}),
     "ep zero 0": Layout(kind="experts", options={"ep": 2, "zero": 0}, thorough=True),
-    "ep zero 3": Layout(kind="experts", ranks=4, options={"ep": 2, "zero": 3}),
-    "ep tp": Layout(kind="experts", ranks=4, options={"ep": 4, "tp": 2, "zero": 2}),
+    "ep zero 3": Layout(kind="experts", ranks=4, options={"ep": 2, "zero": 3}, thorough=True),
+    "ep tp": Layout(kind="experts", ranks=4, options={"ep": 4, "tp": 2, "zero": 2}, thorough=True),
     "experts tp": Layout(kind="experts", options={"tp": 2}, thorough=True),
     "router tp": Layout(kind="router", options={"tp": 2, "ep": 2}),
     "router": Layout(kind="router", options={"ep": 2}),
@@ -133,8 +149,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 """Layouts by name. Their kinds say what can go wrong."""
 
-DATA_PARALLEL = ("whole weights", "cut weights")
-SPLIT = (*DATA_PARALLEL, "tp", "pp")
+SPLIT = ("data parallel", "tp", "pp")
 TABLE: dict[str, Entry] = {}
 """Modules by name. A name is that of the file and of the class."""
 
@@ -159,20 +174,20 @@ def enter(
 # its own: where data is parallel, its BatchNorm sees the samples of one rank.
 _PLAIN = partial(Entry, trainer={"max_epochs": 2})
 _IN_PARTS = {
-    "kinds": (*DATA_PARALLEL, "tp", "microbatches"),
+    "kinds": ("data parallel", "tp", "microbatches"),
     "also": ("one rank in parts", "zero 2 in parts"),
 }
 _NOT_SPLIT = {"warned": {"tp": r"(?=.*Groups)(?=.*tp=2).*no parallel layers"}}
 enter(
     "plain",
     plain_modules.ORDINARY,
-    partial(_PLAIN, kinds=(*DATA_PARALLEL, "tp")),
+    partial(_PLAIN, kinds=("data parallel", "tp")),
     classifier={"kinds": ("tp",)},
     boring=_IN_PARTS,
     tied=_IN_PARTS,
     groups={**_IN_PARTS, **_NOT_SPLIT},
 )
-_TRUNK = (*DATA_PARALLEL, "tp", "schedule", "schedule and others")
+_TRUNK = ("data parallel", "tp", "schedule", "schedule and others")
 enter(
     "plain",
     plain_modules.PIPELINED,
@@ -189,15 +204,15 @@ _KEPT = "zero=2 or lower keeps parameters whole, or .*"
 
 def _whole(words: str, **others: str) -> dict[str, Any]:
     """Of a module that ZeRO 3 refuses with these words."""
-    return {"refused": {"cut weights": words, **others}}
+    return {"refused": {"zero 3": words, **others}}
 
 
-_GRADIENTS: dict[str, Any] = {"also": ("zero 0", "zero 1")}
-"""Habits that look at gradients, which are whole in the one and cut in the other."""
+_GRADIENTS: dict[str, Any] = {"also": ("zero 0", "zero 3")}
+"""Habits that look at gradients, which are whole under ZeRO 0 and cut elsewhere."""
 enter(
     "habits",
     habits.HABITS,
-    partial(Entry, kinds=DATA_PARALLEL, trainer={"max_epochs": 2}),
+    partial(Entry, kinds=("data parallel",), also=("zero 3",), trainer={"max_epochs": 2}),
     # Ranks that run other units end one after the other: `tests.parallel.test_fully_sharded`.
     Experts={"without": ("zero 3",)},
     ClipsByHand=_GRADIENTS,
@@ -253,8 +268,9 @@ def _on_one_stage(words: str, **others: str) -> dict[str, Any]:
     return {**_staged(words, **others), "apart": ("pp",)}
 
 
-_TOGETHER: dict[str, Any] = {"kinds": (*SPLIT, "together"), "also": ("tp pp",)}
-_TOGETHER_TOO: dict[str, Any] = {"kinds": (*SPLIT, "together"), "without": ("tp pp",)}
+_WITH_BOTH = (*SPLIT, "together")
+_TOGETHER: dict[str, Any] = {"kinds": _WITH_BOTH, "also": ("tp pp",)}
+_TOGETHER_TOO: dict[str, Any] = {"kinds": _WITH_BOTH, "without": ("tp pp",)}
 _TWICE = {"trainer": {"max_epochs": 2}}
 """Habits that change at the end of an epoch what the next one does."""
 enter(
@@ -263,9 +279,9 @@ enter(
     partial(Entry, kinds=SPLIT),
     LogitsByHand=_TOGETHER,
     ClipsByHand=_TOGETHER,
-    Lars=_TOGETHER,
-    Unfreezes={**_TOGETHER, **_TWICE},
-    SavesWeights={**_TOGETHER, **_TWICE},
+    Lars={"kinds": _WITH_BOTH},
+    Unfreezes={"kinds": _WITH_BOTH, **_TWICE},
+    SavesWeights={"kinds": _WITH_BOTH, **_TWICE},
     RateByHand=_TWICE,
     RateOfLoss={**_TOGETHER_TOO, **_TWICE},
     **dict.fromkeys(
@@ -273,16 +289,20 @@ enter(
     ),
     StackedNorms=_staged(_OF_ALL, tp=_TP_CAT),
     Vectors=_staged(_OF_ALL, tp=_TP_CAT),
-    RecomputedPenalty=_on_one_stage(
-        _OF_ALL,
-        tp=rf"net\.up\.weight: {_IN_CHECKPOINT}",
-        **{"cut weights": _IN_CHECKPOINT},
-    ),
+    RecomputedPenalty={
+        "also": ("zero 3",),
+        **_on_one_stage(
+            _OF_ALL,
+            tp=rf"net\.up\.weight: {_IN_CHECKPOINT}",
+            **{"zero 3": _IN_CHECKPOINT},
+        ),
+    },
     NoisyWeights={
+        "also": ("zero 3",),
         "refused": {
             "tp": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
-            "cut weights": r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters",
-        }
+            "zero 3": r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters",
+        },
     },
     NormedWeight={
         "refused": {
@@ -290,11 +310,10 @@ enter(
         }
     },
     TensorHooks={
+        "also": ("zero 3",),
         "refused": {
-            "cut weights": (
-                r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2"
-            )
-        }
+            "zero 3": (r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2")
+        },
     },
     ByHand=_staged(r"pp=2, automatic_optimization=False"),
     LossesOfBlocks=_on_one_stage(rf"self\.losses: {_OF_RANK_0}"),
@@ -338,7 +357,7 @@ enter(
 TABLE["logits/NextLetter"] = Entry(
     module=split_logits.NextLetter,
     kinds=("tp", "split logits"),
-    also=("tp recomputed zero 3", "tp cut between up and down"),
+    also=("tp cut between up and down",),
     # Each data-parallel rank has half of the samples; under a pipeline the last stage notes.
     aside={
         "tp recomputed zero 3": ("notes", "logged"),
@@ -359,7 +378,7 @@ TABLE |= {
     # Numbers that are logged as such are float32.
     "epochs/BetweenBatches": _EPOCHS(
         module=epoch_ends.BetweenBatches,
-        also=("stages tp",),
+        also=("stages",),
         trainer={**_SAVING, "max_epochs": 2},
         tolerance=1e-5,
     ),
@@ -387,7 +406,7 @@ enter(
 # Mixtures of experts: strangers with one in their net, and what only a mixture invites.
 _EP_CAT = r"cat was called .* of which each of (ep|tp)=\d ranks"
 _EP_CUT: dict[str, dict[str, Any]] = {
-    name: {"refused": {"experts": words}, "also": ("ep", "ep zero 3")}
+    name: {"refused": {"experts": words}, "also": ("ep",)}
     for name, words in {
         "StackedNorms": _EP_CAT,
         "Vectors": _EP_CAT,
@@ -395,6 +414,7 @@ _EP_CUT: dict[str, dict[str, Any]] = {
         "NoisyWeights": r"add combines .*of which each of (ep|tp)=\d ranks holds a part",
     }.items()
 }
+_EP_CUT["NoisyWeights"]["also"] = ("ep", "ep zero 3")
 _EP_CUT["NoisyWeights"]["refused"]["ep zero 3"] = (
     r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters"
 )
@@ -416,10 +436,10 @@ enter(
     partial(Entry, kinds=("experts",), thorough=True),
     **_EP_CUT,
     ClipsByHand={"also": ("ep zero 3",)},
-    ByHand={"also": ("ep zero 3",)},
+    ByHand={"also": ("ep",)},
     SavesWeights=_TWICE,
     PenaltyTimesLoss={"also": ("ep tp",)},
-    NotesState={"also": ("ep tp",)},
+    NotesState={"also": ("ep",)},
     Unfreezes=_TWICE,
     RateByHand=_TWICE,
     RateOfLoss=_TWICE,
@@ -438,7 +458,9 @@ enter(
     expert_habits.OWN,
     partial(Entry, kinds=("experts",)),
     Freezes={**_TWICE, "also": ("ep zero 3",)},
+    LooksAtExperts={"also": ("ep zero 3",)},
     Recomputes={"also": ("ep zero 3",)},
+    WritesExperts={"also": ("ep zero 3",)},
 )
 _ONLY_EP = ("ep zero 0", "ep zero 3", "ep tp", "experts tp")
 _NEVER = partial(Entry, kinds=("experts",), without=_ONLY_EP)
@@ -468,7 +490,6 @@ enter(
     context_habits.KEPT,
     partial(Entry, kinds=("context",)),
     Ignores={"also": ("cp tp",)},
-    Measures={"also": ("cp pp",)},
     PoolsInside={"also": ("cp pp",)},
     ByHand={"without": ("cp pp",)},
     LooksAtGradients={"without": ("cp pp",)},

@@ -336,7 +336,7 @@ def some(*names: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", some("one process", "ep=2", "tp=2 sp", "cp=2 ep=4"))
+@pytest.mark.parametrize("name", some("one process", "ep=2", "tp=2 sp"))
 def test_a_step_may_add_the_losses_itself(pool: WorkerPool, name: str) -> None:
     devices, options = MIXED[name]
     expected, mean = by_hand()

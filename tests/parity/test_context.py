@@ -18,10 +18,10 @@ LAYOUTS = (
     (Layout(cp=2, zero=0), False, 1),
     (Layout(cp=2, zero=2, num_microbatches=2), True, 1),
     (Layout(cp=2, dp=2, zero=1), True, 2),
-    (Layout(cp=2, dp=2, dp_replicate=2, zero=3), False, 1),
     (Layout(cp=2, pp=2, zero=3, num_microbatches=2), True, 1),
 )
 FURTHER = (
+    (Layout(cp=2, dp=2, dp_replicate=2, zero=3), False, 1),
     (Layout(cp=2, dp=2, zero=2, num_microbatches=2), True, 1),
     (Layout(cp=2, dp=2, zero=3), True, 1),
     (Layout(cp=2, dp=2, dp_replicate=2, zero=1), True, 1),

@@ -152,7 +152,6 @@ _ZERO_3 = {"zero": ShardingConfig(stage=3, offload_optimizer=True), "tp": 2}
     ("options", "precisions"),
     [
         pytest.param(_ZERO_2, ("bf16-true",), id="zero 2 offloaded, bf16-true"),
-        pytest.param(_ZERO_3, ("bf16-mixed",), id="tp=2 zero 3 offloaded, bf16-mixed"),
         *(
             pytest.param(options, _ALL, marks=pytest.mark.thorough, id=name)
             for name, options in {
@@ -184,7 +183,8 @@ def nodes_job(options: dict[str, Any], data: Data) -> Outcome:
         return train_job(options, "mixture", data)
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("zero", [1, 3])
 def test_gradients_of_experts_are_summed_in_two_levels(pool: WorkerPool, zero: int) -> None:
     """Ranks with the same experts are on two nodes, two on each."""
     data = Data(steps=2)

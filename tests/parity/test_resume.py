@@ -138,20 +138,15 @@ FIRST: tuple[int, dict[str, Any]] = (4, {"tp": 2, "pp": 2, "num_microbatches": 2
 CHAINS: dict[str, Chain] = {
     "64-true": Chain(
         layouts=(
-            FIRST,
+            (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
             (2, {"cp": 2, "zero": 3}),
             (1, {}),
-            (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
+            (2, {"pp": 2, "num_microbatches": 2}),
         )
-    ),
-    "32-true": Chain(
-        layouts=((2, {"tp": 2}), (2, {"zero": 1}), (2, {"pp": 2, "num_microbatches": 2})),
-        precision="32-true",
     ),
     "experts": Chain(
         layouts=(
             (2, {"ep": 2, "tp": 2}),
-            (1, {}),
             (4, {"ep": 2, "zero": 3}),
             (2, {"ep": 2, "zero": 0}),
         ),
@@ -174,6 +169,7 @@ CHAINS: dict[str, Chain] = {
             FIRST,
             (4, {"pp": 2, "num_microbatches": 2, "zero": 1}),
             (1, {}),
+            (2, {"tp": 2}),
             (2, {"zero": 0}),
         ),
         precision="32-true",

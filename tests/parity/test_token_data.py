@@ -110,10 +110,11 @@ def alone(pool: WorkerPool, folder: str) -> list[list[list[int]]]:
     ("dp", "workers", "options"),
     [
         (2, 2, {}),
-        pytest.param(*(2, 0, {"pp": 2, "num_microbatches": 2}), marks=pytest.mark.thorough),
+        (2, 0, {"pp": 2, "num_microbatches": 2}),
     ],
     ids=["dp2", "pp2 dp2"],
 )
+@pytest.mark.thorough  # the next test looks at the same order by default
 def test_order_is_that_of_one_process(
     pool: WorkerPool, folder: str, alone: Any, dp: int, workers: int, options: dict[str, Any]
 ) -> None:
