@@ -228,6 +228,7 @@ class Lane:
         recorder = _Recorder(step, skip, budget, events)
         files = [str(self.tree / path) for path in step.files]
         options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "timeout=0", "--tb=short"]
+        options += ["--doctest-modules"]  # of files of the package
         options += [f"--rootdir={self.tree}", f"--basetemp={self._scratch / 'tests'}"]
         return int(pytest.main([*options, *files], plugins=[recorder]))
 
