@@ -7,7 +7,12 @@ import pytest
 import torch
 import transformers
 
+from lightning_megatron import MegatronStrategy, adopt
+from lightning_megatron.adoption.propose import propose
 from lightning_megatron.cli import main
+from tests.adoption import plain_models
+from tests.adoption.harness import fit
+from tests.adoption.test_plain import Training
 
 OWN = "tests.adoption.plain_models:Own"
 EXAMPLE = ("--example", "tests.adoption.plain_models:example")
@@ -54,10 +59,6 @@ def test_plan_that_was_found_by_a_run_can_be_given_back(capsys):
         re.M,
     )
     assert re.search(r"^blocks\.\*\.mixer +4,224 +its output is read across features$", out, re.M)
-    from lightning_megatron import adopt
-    from lightning_megatron.adoption.propose import propose
-    from tests.adoption import plain_models
-
     code_of_it = "adopt(" + out.partition("  adopt(")[2]
     model = eval(code_of_it, {"adopt": adopt, "model": plain_models.build("own")})
     plan = propose(plain_models.build("own"), plain_models.example()).plan
@@ -72,15 +73,22 @@ def test_without_an_example_the_structure_decides(capsys):
     assert "attention.qry " not in out.partition("whole on every tp rank")[0]
 
 
+def held(layout: dict[str, int]) -> int:
+    """Number of numbers in the parameters that this rank holds of a model that was traced."""
+    model = plain_models.build("own")
+    model.example_input_array = plain_models.example()
+    module = Training(adopt(model))
+    fit(module, MegatronStrategy(**layout), layout["tp"] * layout["pp"])
+    return sum(p.numel() for p in module.parameters())
+
+
 @pytest.mark.parametrize(
     ("tp", "pp"),
     [(2, 1), (1, 2), *(pytest.param(*d, marks=pytest.mark.thorough) for d in ((1, 1), (2, 2)))],
 )
 def test_bytes_are_those_that_a_rank_holds(pool, capsys, tp, pp):
-    from tests.adoption.test_plain import held
-
     layout = {"tp": tp, "pp": pp}
-    ranks = pool.run(tp * pp, held, "own", layout)
+    ranks = pool.run(tp * pp, held, layout)
     _, out, _ = run(capsys, OWN, *EXAMPLE, "--tp", str(tp), "--pp", str(pp))
     said = re.search(rf"^tp={tp} +(\S+) (\S+)$", out, re.M)
     assert said is not None
