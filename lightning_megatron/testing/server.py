@@ -58,7 +58,7 @@ _END_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Lent:
-    """What a pool is told of a worker."""
+    """Address of a worker that is lent, as a pool gets it."""
 
     number: int
     address: str
@@ -69,7 +69,7 @@ class Lent:
 
 @dataclass
 class _Lease:
-    """What a pool has asked for and what it has."""
+    """Number of workers that a pool has asked for, and those that it has."""
 
     size: int = 0
     workers: set[int] = field(default_factory=set)

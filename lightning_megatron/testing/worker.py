@@ -140,7 +140,7 @@ def _redirect_output(log: Path) -> None:
 
 
 class Result(NamedTuple):
-    """What a job returned."""
+    """Result of a job."""
 
     value: Any
     processor_s: float
