@@ -6,7 +6,9 @@ today's the checked-in one, and puts the table of folders into CONTRIBUTING.md.
 
 Wall seconds are those that a case waited, also for another's workers; processor seconds are those
 of its own process, of the processes that it started and of the pool's workers, so that a busy
-machine changes them little. A process's own collection of tests is part of no case.
+machine changes them little. A process that was begun ahead, as the jobs of `tests/launched`, counts
+for the case during which it ended. The collection of tests, jobs that failed and what workers do
+between jobs are part of no case.
 """
 
 import argparse
