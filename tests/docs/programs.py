@@ -11,25 +11,20 @@ from lightning_megatron.cli import main
 from tests.docs.command_lines import our_commands
 from tests.docs.pages import Block
 
-_PAGES: dict[str, ModuleType] = {}
-"""Namespace of the page whose blocks this worker runs, between two calls."""
-
 
 class BlockError(Exception):
     """A block failed; the message names its page and line."""
 
 
 def run_in_page(blocks: Sequence[Block], source: str) -> None:
-    """Run blocks of a page, one after the other in the page's namespace."""
-    if source not in _PAGES:
-        _PAGES.clear()
-        _PAGES[source] = _main_module(source)
-    with _as_main(_PAGES[source]):
+    """Run blocks of a page, one after the other in one namespace."""
+    module = _main_module(source)
+    with _as_main(module):
         for block in blocks:
             if block.language == "console":
                 run_commands(block)
             else:
-                _execute(block, _PAGES[source])
+                _execute(block, module)
 
 
 def run_program(block: Block, source: str) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,11 @@ PAGES = {str(path.relative_to(ROOT)): path for path in pages()}
 def is_run(block: Block) -> bool:
     """Whether a block is executed; else it is looked at."""
     return block.mark == "run" or (block.language == "python" and not block.mark)
+
+
+def is_program(block: Block) -> bool:
+    """Whether a block is executed by itself, not in the namespace of its page."""
+    return block.mark == "run" and (block.language == "python" or block.ranks > 1)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,7 @@ def check(found: Sequence[Block], folder: Path) -> list[str]:
 
 
 def run(found: Sequence[Block], folder: Path, pool: WorkerPool) -> None:
-    """Execute blocks, in order, those of one process in one namespace."""
+    """Execute blocks: first those of one namespace, then the page's programs and what follows."""
     write_files(found, folder)
     lines = [""] * max((b.line + b.text.count("\n") for b in found), default=0)
     for block in found:
@@ -69,17 +73,15 @@ def run(found: Sequence[Block], folder: Path, pool: WorkerPool) -> None:
     source = folder.parent / f"{Path(found[0].page).stem}.py"
     source.write_text("\n".join(lines))
     todo = [block for block in found if is_run(block)]
-
-    def alone(block: Block) -> int:
-        program = block.mark == "run" and (block.language == "python" or block.ranks > 1)
-        return block.line if program else 0
-
-    for program, group in groupby(todo, key=alone):
-        several = list(group)
-        if not program:
-            pool.run(1, run_in_page, several, str(source))
-        else:
-            pool.run(several[0].ranks, run_program, several[0], str(source))
+    ends = [n for n, block in enumerate(todo, 1) if block.language == "python" and not block.mark]
+    shared = [block for block in todo[: max(ends, default=0)] if not is_program(block)]
+    if shared:  # in one call: between two the worker may be lent to others
+        pool.run(1, run_in_page, shared, str(source))
+    for block in todo:
+        if is_program(block):
+            pool.run(block.ranks, run_program, block, str(source))
+        elif block not in shared:
+            pool.run(1, run_in_page, [block], str(source))
 
 
 @pytest.mark.parametrize("page", PAGES)
