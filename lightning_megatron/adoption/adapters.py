@@ -127,7 +127,8 @@ def _is_adapter(module: nn.Module) -> bool:
 def is_tuner(module: nn.Module) -> bool:
     """Whether a module is a layer of one of PEFT's methods around another layer."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    return peft is not None and isinstance(module, peft.BaseTunerLayer)
+    # isinstance asks the many subclasses of this abstract class for each new class of module.
+    return peft is not None and peft.BaseTunerLayer in type(module).__mro__
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -43,6 +43,10 @@ LEAVE = "leave"
 _STAY_SECONDS = 10.0
 """Seconds that a worker waits for it: peers that need more are stuck, and see it go."""
 
+_LONG_SEARCH = 0.004
+"""Processor seconds of a search for garbage that finds much which stays, as imported modules: later
+searches leave it out."""
+
 _OUTPUT_TAIL = 16_000
 """Last characters of a worker's output in an error: enough for a stack of a hundred calls."""
 
@@ -227,4 +231,7 @@ def _leave_process_group() -> None:
     restart_group_names()
     # Else the groups live on in torch's caches, and their threads take time from every later job.
     forget_meshes()
+    begun = time.thread_time()
     gc.collect()
+    if time.thread_time() - begun > _LONG_SEARCH:
+        gc.freeze()
