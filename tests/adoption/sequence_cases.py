@@ -2,12 +2,14 @@
 
 import functools
 import math
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaForCausalLM
 
 from lightning_megatron import MegatronStrategy, gather
 from lightning_megatron.layers import linear_functions, own_part, whole
@@ -20,6 +22,12 @@ LENGTH = 12
 
 
 job, reference = harness.job, harness.reference
+
+
+def name_of_cache() -> str:
+    """Name by which the forward of a model takes a cache: since transformers 5.24 another."""
+    names = signature(LlamaForCausalLM.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 class _Shapes(TorchDispatchMode):
@@ -76,6 +84,16 @@ class Cached(Habit):
         return out.loss
 
 
+class Given(Habit):
+    """Gives a cache, whose length is noted."""
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        cache = DynamicCache()
+        out = self.lm(**batch, **{name_of_cache(): cache})
+        self.notes.append(cache.get_seq_length())
+        return out.loss
+
+
 class Attentions(Habit):
     """Asks for weights of attention."""
 
@@ -102,7 +120,7 @@ class Counts(Habit):
         return model
 
 
-_OWN = (Watched, Reads, Cached, Attentions, InnerHook, Counts)
+_OWN = (Watched, Reads, Cached, Given, Attentions, InnerHook, Counts)
 OWN_HABITS = {kind.__name__: kind for kind in _OWN}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import StaticCache
 
 from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.adoption.adopt import adopt
@@ -16,6 +17,7 @@ from lightning_megatron.strategy import generation
 from lightning_megatron.testing import WorkerError
 from tests.adoption.families import FAMILIES
 from tests.adoption.harness import KeepDouble
+from tests.adoption.sequence_cases import name_of_cache
 
 WAYS: Mapping[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "use_cache": True},
@@ -179,6 +181,14 @@ class Training(Writing):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Given(Writing):
+    """Gives a cache of a fixed size."""
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        cache = StaticCache(config=self.lm.config, max_cache_len=16)
+        self.lm.generate(**batch, max_new_tokens=2, **{name_of_cache(): cache})
+
+
 def refused(kind: type[Writing], layout: dict[str, Any], ways: tuple[str, ...]) -> None:
     """Write where it cannot be."""
     if kind is Alone:
@@ -206,6 +216,7 @@ def refused(kind: type[Writing], layout: dict[str, Any], ways: tuple[str, ...]) 
         (Alone, {"tp": 2}, "greedy", r"on ranks 0 of 0, 1 alone.*is_global_zero"),
         (Training, {"pp": 2}, "greedy", "stages work on different microbatches"),
         (Writing, {"pp": 2}, "static", "cache_implementation='static'.*'dynamic'"),
+        (Given, {"pp": 2}, "", r"a given StaticCache.*a DynamicCache"),
         (Writing, {"tp": 2}, "timed", r"max_time=1\.0.*by its own clock"),
     ],
 )

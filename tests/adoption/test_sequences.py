@@ -76,7 +76,7 @@ def test_adopted_model_trains_on_parts_as_the_unmodified_one_on_sequences(
 _OTHER = {"Dropped", "Normalises", "Hooked"}
 
 
-_USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Hidden", "tp2 sp")]
+_USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Given", "cp2"), ("Hidden", "tp2 sp")]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ _USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Hidden", "tp2 sp")]
         *_USUAL,
         *(
             pytest.param(habit, layout, marks=pytest.mark.thorough)
-            for habit in ("Cached", *(h for h in HABITS if h not in _OTHER))
+            for habit in ("Cached", "Given", *(h for h in HABITS if h not in _OTHER))
             for layout in ("tp2 sp", "cp2", "cp2 tp2 sp")
             if (habit, layout) not in _USUAL
         ),
