@@ -8,7 +8,6 @@ same is told of processor time, of all threads of the slower rank, which other w
 
     python -m benchmarks.suite_overhead [--rounds 6] [--steps 20] [--parts]     # about 4 minutes
     python -m benchmarks.suite_overhead --hooks [--steps 205]                   # 2 minutes
-    python -m benchmarks.suite_overhead --hostile [--rounds 6] [--steps 60]     # 2 minutes
 
 ``--parts`` tells of each of the two callbacks by itself as well, and takes twice as long.
 
@@ -18,17 +17,9 @@ the processor time of the training thread, of hooks and step alike, so that it m
 machine that does other work; waiting for other ranks is not part of it. It is the mean over a
 window of 100 batches, which holds all that is done once in so many; of several windows the
 cheapest.
-
-``--hostile`` compares the steps of a run with an endpoint that nobody asks with those of one that
-is asked by four clients without pause, beside others that hold connections open (target: 1.01).
-Clients take time from the machine, whomever they ask: so in a third kind of run they ask the same
-server in a process of its own. What the endpoint costs a run is the ratio of the other two. The
-processor time of the endpoint's own threads is told beside it.
 """
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -48,7 +39,7 @@ from benchmarks.harness import (
     parser,
     report,
 )
-from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor, PrometheusEndpoint
+from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor
 from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
@@ -218,150 +209,15 @@ def report_hooks(steps: int, output: Path) -> None:
     report("suite_hooks", "What each callback takes of a batch", [*rows, total], output)
 
 
-class Hostile(pl.Callback):
-    """Has a process ask an endpoint for as long as a run trains.
-
-    Args:
-        endpoint: that of the run; None for one in a process of its own, of which the run knows
-            nothing.
-    """
-
-    def __init__(self, endpoint: PrometheusEndpoint | None) -> None:
-        self._endpoint = endpoint
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._endpoint is not None:
-            url = str(self._endpoint.url)
-        else:
-            command = [sys.executable, "-c", ELSEWHERE]
-            server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            self._processes.append(server)
-            assert server.stdout is not None
-            url = server.stdout.readline().decode().strip()
-        address, _, port = url.rpartition("//")[2].partition(":")
-        command = [sys.executable, "-I", "-c", CLIENT, address, port]
-        self._processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._processes.clear()
-
-
-ELSEWHERE = """
-import time
-from lightning_megatron.monitoring.metrics_server import Guard, MetricsServer
-def page(request, start_response):
-    start_response("200 OK", [("Content-Type", "text/plain")])
-    return [b"lightning_megatron_perf_tokens_per_second 1200.5\\n" * 200]
-print(MetricsServer(Guard({"/metrics": page}), "127.0.0.1", 0).url, flush=True)
-time.sleep(600)
-"""
-
-
-class OtherThreads(pl.Callback):
-    """Share of the time of training that threads other than the training thread used."""
-
-    share = 0.0
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began = time.perf_counter(), time.process_time(), time.thread_time()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now = time.perf_counter(), time.process_time(), time.thread_time()
-        wall, used, own = (b - a for a, b in zip(self._began, now, strict=True))
-        self.share = (used - own) / wall
-
-
-CLIENT = """
-import os, socket, sys, threading, time
-os.nice(19)  # what is measured is the endpoint, not who else uses the processor
-address = sys.argv[1], int(sys.argv[2])
-def drip():
-    while True:
-        try:
-            with socket.create_connection(address, 5) as s:
-                while True:
-                    s.send(b"G")
-                    time.sleep(0.1)
-        except OSError:
-            time.sleep(0.01)
-def ask():
-    while True:
-        try:
-            with socket.create_connection(address, 5) as s:
-                s.sendall(b"GET /metrics HTTP/1.0\\r\\nHost: localhost\\r\\n\\r\\n")
-                while s.recv(65536):
-                    pass
-        except OSError:
-            time.sleep(0.001)
-for work in [drip] * 3 + [ask] * 4:
-    threading.Thread(target=work).start()
-"""
-
-
-def hostile_job(rounds: int, steps: int) -> tuple[Medians, dict[str, float]]:
-    """Times with and without clients, and the share of other threads, in one worker."""
-    shares: dict[str, list[float]] = defaultdict(list)
-
-    def run(who: str, more: Sequence[pl.Callback]) -> list[float]:
-        endpoint, others = PrometheusEndpoint(port=0), OtherThreads()
-        asked = {"nobody": [], "elsewhere": [Hostile(None)], "endpoint": [Hostile(endpoint)]}
-        seconds = timed({}, [Monitor(), endpoint, *asked[who], *more, others], steps)
-        shares[who].append(others.share)
-        return seconds
-
-    variants = {
-        who: lambda more, who=who: run(who, more) for who in ("nobody", "elsewhere", "endpoint")
-    }
-    found = in_turns(variants, rounds)
-    return found, {who: statistics.median(of_rounds) for who, of_rounds in shares.items()}
-
-
-def report_hostile(rounds: int, steps: int, output: Path) -> None:
-    """What clients that mean no good cost."""
-    with WorkerPool(1, timeout=900) as pool:
-        [(times, shares)] = pool.run(1, hostile_job, rounds, steps)
-    rows = []
-    for clock, name in enumerate(("wall time", "processor time")):
-        rows.append(
-            {
-                "step": name,
-                "nobody asks (ms)": round(
-                    1e3 * statistics.median(t[clock] for t in times["nobody"]), 2
-                ),
-                "clients ask another process / nobody": ratios(
-                    [times], "elsewhere", "nobody", clock
-                ),
-                "clients ask the run / nobody": ratios([times], "endpoint", "nobody", clock),
-                "the run / another process": ratios([times], "endpoint", "elsewhere", clock),
-                "other threads of the run": round(shares["nobody"], 4),
-                "the same, asked": round(shares["endpoint"], 4),
-                "target": 1.01,
-            }
-        )
-    report("suite_hostile", "Step time under hostile clients", rows, output)
-
-
 def main() -> None:
     """Run and report."""
     made = parser(__doc__, steps=0)
     made.add_argument("--rounds", type=int, default=0, help="turns of every variant")
     made.add_argument("--parts", action="store_true", help="also time each callback by itself")
     made.add_argument("--hooks", action="store_true", help="time each callback by itself")
-    made.add_argument("--hostile", action="store_true", help="time clients that mean no good")
     options = made.parse_args()
     if options.hooks:
         report_hooks(options.steps or WARMUP + 2 * WINDOW, options.output)
-        return
-    if options.hostile:
-        report_hostile(options.rounds or 6, options.steps or 60, options.output)
         return
     rows = []
     with WorkerPool(2, timeout=900) as pool:

@@ -1,8 +1,7 @@
-"""`lightning-megatron data`: show tokens on disk, verify them, time a datamodule.
+"""`lightning-megatron data`: show tokens on disk, and verify them.
 
 `show` reads manifests and the sizes of files and answers at once. `verify` reads everything: it
-compares each file with its hash and each token with the vocabulary. `bench` takes batches of a
-datamodule as a training run would (see `lightning_megatron.cli.data_bench`).
+compares each file with its hash and each token with the vocabulary.
 """
 
 import argparse
@@ -34,13 +33,7 @@ def data(args: Sequence[str]) -> int:
         The exit code: 0; 1 if `show` or `verify` finds damage; 2 if there are no tokens at a path,
         or for another mistake of the user.
     """
-    given, parser = list(args), _parser()
-    if given[:1] == ["bench"]:
-        # Late: the other commands need not wait for torch.
-        from lightning_megatron.cli.data_bench import bench
-
-        return bench(*parser.parse_known_args(given))
-    options = parser.parse_args(given)
+    options = _parser().parse_args(list(args))
     codes: list[_Answer] = [options.run(Path(path), options) for path in options.path]
     if options.json:
         facts = [found for _, found in codes]
@@ -50,9 +43,9 @@ def data(args: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-megatron data", description="Inspect tokens on disk, time a datamodule."
+        prog="lightning-megatron data", description="Inspect tokens on disk."
     )
-    commands = parser.add_subparsers(required=True, metavar="{show,verify,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{show,verify}")
     found = {
         name: commands.add_parser(name, help=summary, description=summary)
         for name, summary in (
@@ -61,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
              "if all are intact, 1 if one is damaged, 2 if there are none"),
         )
     }  # fmt: skip
-    _add_bench(commands)
     for name, run in (("show", _show), ("verify", _verify)):
         found[name].add_argument("path", metavar="DIR|PREFIX", nargs="+")
         found[name].add_argument("--json", action="store_true", help="print JSON")
@@ -70,24 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         "--lengths", action="store_true", help="say how long the documents are, too"
     )
     return parser
-
-
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "bench",
-        help="take batches of a datamodule and print samples/s and tokens/s",
-        description="Take batches of a datamodule and print samples/s and tokens/s. The datamodule "
-        "is that of a YAML file of `fit`, or --data CLASS, with its options as for `fit` "
-        "(--data.batch_size 8).",
-        allow_abbrev=False,
-    )
-    add = command.add_argument
-    add("-c", "--config", metavar="FILE", help="YAML file whose `data` is taken, or a recipe")
-    add("--data", metavar="CLASS", help="datamodule, by its name or import path")
-    add("--batches", type=int, default=200, help="batches that are timed; default 200")
-    add("--warmup", type=int, default=10, help="batches before them; default 10")
-    add("--step-ms", type=float, default=0.0, help="rest after each batch; default 0")
-    add("--json", action="store_true", help="print JSON")
 
 
 _Answer = tuple[int, dict[str, Any]]

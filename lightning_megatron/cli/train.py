@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 import warnings
 from argparse import ArgumentError
@@ -20,7 +21,6 @@ from typing_extensions import override
 
 from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.cli.axis_options import help_of_axis, with_degrees
-from lightning_megatron.cli.end_summary import Outcome, report
 from lightning_megatron.cli.init import RECIPES
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
@@ -166,7 +166,7 @@ class MegatronCLI(BaseCLI):
         if not is_main_process():
             return
         if self._began.training:
-            print("\n" + report(self._args, _outcome(self.trainer)))
+            print("\n" + ending(self._args, self.trainer))
             return
         limits = (f"trainer.{name}={getattr(self.trainer, name)}" for name in _LIMITS)
         print(
@@ -260,24 +260,52 @@ def _help_of(commands: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _outcome(trainer: pl.Trainer) -> Outcome:
+def ending(args: Sequence[str], trainer: pl.Trainer) -> str:
+    """Return the last lines of `fit`: where its files are, and the command to train as long again.
+
+    Args:
+        args: the command line of the run, without the program's name.
+        trainer: the trainer after `fit`.
+    """
+    lines = [f"Trained to step {trainer.global_step}."]
+    if trainer.loggers and trainer.loggers[0].log_dir:
+        lines.append(f"  log         {trainer.loggers[0].log_dir}")
+    checkpoint = _newest_checkpoint(trainer)
+    if checkpoint is not None:
+        layout = _other_layout(trainer)
+        # The last of several values of an option counts.
+        further = ["--trainer.max_steps", str(2 * trainer.global_step), "--ckpt_path", checkpoint]
+        lines += [
+            f"  checkpoint  {checkpoint}",
+            f"\nGo on {'under another layout' if layout else 'from here'}:",
+            f"  {shlex.join(['lightning-megatron', *args, *layout, *further])}",
+        ]
+    return "\n".join(lines)
+
+
+def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
     callback = trainer.checkpoint_callback
-    checkpoint = None
-    if isinstance(callback, ModelCheckpoint):
-        checkpoint = callback.last_model_path or callback.best_model_path or None
-        if checkpoint and "://" not in checkpoint and not os.path.exists(checkpoint):
-            checkpoint = None  # of a run that this one went on from, in another folder
-    strategy = trainer.strategy
-    layout = strategy.options if isinstance(strategy, MegatronStrategy) else None
-    config: Any = getattr(trainer.lightning_module, "config", None)
-    return Outcome(
-        log_dir=trainer.loggers[0].log_dir if trainer.loggers else None,
-        checkpoint=checkpoint,
-        step=trainer.global_step,
-        tp=layout.tp if layout else None,
-        pp=layout.pp.degree if layout else None,
-        max_pp=getattr(config, "num_layers", 1),
-    )
+    if not isinstance(callback, ModelCheckpoint):
+        return None
+    path = callback.last_model_path or callback.best_model_path
+    # A run that went on from another folder may name a file of that one.
+    return path if "://" in path or os.path.exists(path) else None
+
+
+def _other_layout(trainer: pl.Trainer) -> list[str]:
+    """Options of a layout that splits the model over as many ranks: by layers if there are enough.
+
+    Empty if there is none.
+    """
+    if not isinstance(trainer.strategy, MegatronStrategy):
+        return []
+    given = trainer.strategy.options
+    ranks = given.tp * given.pp.degree
+    layers = getattr(getattr(trainer.lightning_module, "config", None), "num_layers", 1)
+    for tp, pp in ((1, ranks), (ranks, 1)):
+        if (tp, pp) != (given.tp, given.pp.degree) and pp <= layers:
+            return ["--trainer.strategy.tp", str(tp), "--trainer.strategy.pp", str(pp)]
+    return []
 
 
 def _quieten() -> None:

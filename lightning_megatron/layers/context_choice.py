@@ -45,7 +45,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_megatron.topology.context_layout import ContextLayout, ContextOrder
+from lightning_megatron.topology.context_layout import ContextOrder
 from lightning_megatron.topology.degrees import nearest_divisors
 
 Kind = Literal["ring", "gather", "ulysses"]
@@ -225,50 +225,6 @@ def refusal(
     )
 
 
-def overlap_tokens(sizes: AttentionSizes, flops: float, bandwidth: float) -> float:
-    """Positions a rank from which a hop of a ring is hidden behind the products of one.
-
-    Args:
-        sizes: sizes of the call.
-        flops: operations per second of the products.
-        bandwidth: bytes per second of the link.
-
-    >>> sizes = AttentionSizes(cp=8, heads=32, kv_heads=8, head_dim=128, length=131072)
-    >>> overlap_tokens(sizes, 500e12, 50e9), round(overlap_tokens(sizes, 500e12, 450e9))
-    (5000.0, 556)
-    """
-    seen = 2 if sizes.causal else 4
-    return 2 * sizes.element_bytes * sizes.kv_heads * flops / (seen * sizes.heads * bandwidth)
-
-
-def pairs(
-    layout: ContextLayout, rank: int, *, causal: bool = True, window: int | None = None
-) -> int:
-    """Count the pairs of a query of a rank and a key that it sees; its attention takes as long.
-
-    Args:
-        layout: split of the sequence.
-        rank: position on the cp axis.
-        causal: whether a position sees only itself and those before it.
-        window: positions that each one sees before it (without ``causal`` also behind), itself
-            included.
-
-    >>> [pairs(ContextLayout(length=8, cp=2), rank) for rank in range(2)]
-    [18, 18]
-    >>> [pairs(ContextLayout(length=8, cp=2, order="contiguous"), rank) for rank in range(2)]
-    [10, 26]
-    """
-    length = layout.length
-    reach = length if window is None else window - 1
-    found = 0
-    for chunk in layout.chunks(rank):
-        first, end = min(chunk.start, length), min(chunk.stop, length)
-        found += end - first + _distances(end, reach) - _distances(first, reach)
-        if not causal:
-            found += _distances(length - first, reach) - _distances(length - end, reach)
-    return found
-
-
 def cost(
     kind: Kind,
     sizes: AttentionSizes,
@@ -415,12 +371,6 @@ def _ring_of_groups(sizes: AttentionSizes, hardware: Hardware, ulysses: int) -> 
 def _slowest_link(cp: int, hardware: Hardware) -> float:
     """Bytes per second of the link that all ranks of a ring wait for."""
     return hardware.network if cp > (hardware.ranks_per_node or cp) else hardware.link
-
-
-def _distances(count: int, reach: int) -> int:
-    """Sum of ``min(i, reach)`` over ``i < count``."""
-    near = min(count, reach + 1)
-    return near * (near - 1) // 2 + (count - near) * reach
 
 
 def _about(seconds: float) -> float:

@@ -1,22 +1,14 @@
-"""`lightning-megatron data`: show, verify and bench, and what they say about mistakes."""
+"""`lightning-megatron data`: show and verify, and what they say about mistakes."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from torch import Tensor
-from typing_extensions import override
 
 from lightning_megatron.cli import main
-from lightning_megatron.cli.data_bench import measure
 from lightning_megatron.data.tokens.indexed import IndexedWriter
 from lightning_megatron.data.tokens.manifest import Manifest, Shard, TokenizerIdentity
-from lightning_megatron.errors import ConfigError
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
@@ -120,108 +112,3 @@ class TestVerify:
     ) -> None:
         (tokens / "manifest.json").write_text("{")
         assert run(capsys, "verify", tokens.parent / path)[0] == code
-
-
-class Counted(pl.LightningDataModule):
-    """Three batches an epoch; says which were taken."""
-
-    def __init__(self, batch_size: int = 4, batches: int = 3, several: bool = False) -> None:
-        super().__init__()
-        self.batch_size, self.batches, self.several = batch_size, batches, several
-        self.taken: list[int] = []
-        self.stages: list[str | None] = []
-
-    @override
-    def setup(self, stage: str) -> None:
-        self.stages.append(stage)
-
-    @override
-    def train_dataloader(self) -> Any:
-        return {"a": _Loader(self), "b": _Loader(self)} if self.several else _Loader(self)
-
-
-class _Loader:
-    def __init__(self, data: Counted) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.batches
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for number in range(self.data.batches):
-            self.data.taken.append(number)
-            yield {"weights": torch.ones(self.data.batch_size, 2), "tokens": torch.ones(
-                self.data.batch_size, 7, dtype=torch.long)}  # fmt: skip
-
-
-class TestBench:
-    def test_counts(self) -> None:
-        data = Counted()
-        found = measure(data, 0.0, 5, warmup=2)
-        assert data.taken == [0, 1, 2, 0, 1, 2, 0, 1]
-        assert data.stages == ["fit"]
-        assert (found.batches, found.samples, found.tokens) == (5, 20, 140)
-        assert 0 < found.wait <= found.elapsed
-        assert found.rates["samples_per_s"] == 20 / found.elapsed
-
-    def test_rests_after_each_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rests: list[float] = []
-        monkeypatch.setattr("time.sleep", rests.append)
-        measure(Counted(), 0.0, 5, warmup=2, step=0.25)
-        assert rests == [0.25] * 7
-
-    def test_several_loaders(self) -> None:
-        found = measure(Counted(several=True), 0.0, 2)
-        assert (found.samples, found.tokens) == (8, None)
-
-    def test_no_batches(self) -> None:
-        with pytest.raises(ConfigError, match="gives no batches"):
-            measure(Counted(batches=0), 0.0, 2)
-
-    def test_options(self, capsys: pytest.CaptureFixture[str]) -> None:
-        name = f"{__name__}.Counted"
-        args = ["--data", name, "--data.batch_size=8", "--batches=3", "--step-ms=0.1"]
-        code, out, _ = run(capsys, "bench", *args)
-        assert code == 0
-        assert out.splitlines()[0] == f"data         {name}"
-        assert "\nbatches      3 of 8 samples" in out
-        assert "\nwait share   " in out
-        assert json.loads(run(capsys, "bench", *args, "--json")[1])["tokens"] == 3 * 8 * 7
-
-    @pytest.mark.parametrize("batch_size", [8, 2])
-    def test_config(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, batch_size: int
-    ) -> None:
-        (tmp_path / "run.yaml").write_text(
-            "trainer: {max_steps: 3}\nmodel: {class_path: not.There}\n"
-            f"data:\n  class_path: {__name__}.Counted\n  init_args: {{batch_size: 8}}\n"
-        )
-        args = [] if batch_size == 8 else ["--data.batch_size=2"]
-        code, out, _ = run(capsys, "bench", "-c", tmp_path / "run.yaml", "--batches=2", *args)
-        assert code == 0
-        assert f"\nbatches      2 of {batch_size} samples" in out
-
-    @pytest.mark.parametrize(
-        ("args", "message"),
-        [
-            (["--data", "TextDataModul"], "did you mean TextDataModule?"),
-            (["--data=TextDataModule", "--data.batchsize=4"], "did you mean `batch_size`?"),
-            (["--data=TextDataModule", "--batchs=4"], "no option `batchs`"),
-            ([], "no datamodule; nearest valid: --data TextDataModule"),
-            (["--config=nowhere"], "no such file, and no recipe of that name"),
-            (["--batches=0"], "batches=0: must be a whole number of at least 1"),
-            (["--step-ms=-1"], "step_ms=-1.0: must be at least 0"),
-        ],
-    )
-    def test_mistakes(
-        self, capsys: pytest.CaptureFixture[str], args: list[str], message: str
-    ) -> None:
-        code, out, err = run(capsys, "bench", *args)
-        assert (code, out) == (2, "")
-        assert message in err
-
-    def test_config_without_data(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        (tmp_path / "run.yaml").write_text("trainer: {max_steps: 3}\n")
-        code, _, err = run(capsys, "bench", "-c", tmp_path / "run.yaml")
-        assert code == 2
-        assert "has no `data`; give --data CLASS" in err

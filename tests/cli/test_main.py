@@ -211,8 +211,8 @@ def test_help_of_the_strategy_explains_nested_options(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("doctor", "BAD      torch: not installed"),
-        ("doctor", "BAD      devices: not looked at, as torch cannot be imported"),
+        ("doctor", "BAD      versions: not looked at: No module named 'packaging'"),
+        ("doctor", "BAD      devices: torch cannot be imported: No module named 'torch'"),
         ("fit", "lightning-megatron: lightning is not installed; `lightning-megatron doctor`"),
         ("generate none --prompt a", "lightning-megatron: torch is not installed"),
     ],

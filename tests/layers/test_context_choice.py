@@ -10,11 +10,8 @@ from lightning_megatron.layers.context_choice import (
     Hardware,
     choose,
     cost,
-    overlap_tokens,
-    pairs,
     refusal,
 )
-from lightning_megatron.topology.context_layout import ContextLayout
 
 LLAMA = AttentionSizes(cp=8, heads=32, kv_heads=8, head_dim=128, length=131072)
 
@@ -58,15 +55,15 @@ def test_ulysses_sends_less_in_both_directions_from_half_of_that_on() -> None:
             assert (cost("ulysses", case).bytes < cost("ring", case).bytes) == (p >= least), (g, p)
 
 
-def test_overlap_limit() -> None:
-    one = AttentionSizes(cp=2, heads=8, kv_heads=8, head_dim=128, length=4096)
-    assert overlap_tokens(one, 500e12, 50e9) == 20000
-    assert overlap_tokens(LLAMA, 500e12, 50e9) == 20000 / 4
-    assert overlap_tokens(one, 500e12, 450e9) == pytest.approx(2200, rel=0.02)
-    # The same limit in the model of time: a rank waits for nothing from there on.
-    for n, hidden in ((5010, True), (4990, False)):
-        case = AttentionSizes(cp=8, heads=32, kv_heads=8, head_dim=128, length=8 * n)
-        assert (cost("ring", case, Hardware(link=50e9)).forward_waits == 0) == hidden
+@pytest.mark.parametrize(("kv_heads", "link", "limit"), [(8, 50e9, 5000), (32, 450e9, 2222)])
+def test_a_hop_is_hidden_from_the_positions_of_the_formula_on(
+    kv_heads: int, link: float, limit: int
+) -> None:
+    """``n = (e / g) (F / B)``, with 500 TFLOP/s."""
+    assert limit == pytest.approx(2 * kv_heads / 32 * 500e12 / link, rel=1e-3)
+    for n, hidden in ((limit + 10, True), (limit - 10, False)):
+        case = AttentionSizes(cp=8, heads=32, kv_heads=kv_heads, head_dim=128, length=8 * n)
+        assert (cost("ring", case, Hardware(link=link)).forward_waits == 0) == hidden
 
 
 def test_heads_of_keys_are_repeated() -> None:
@@ -142,27 +139,6 @@ def test_on_gpus() -> None:
 def test_hardware_of_a_peak() -> None:
     assert Hardware.of_peak(989e12, 4) == Hardware(flops=494.5e12, ranks_per_node=4)
     assert Hardware.of_peak(None) == Hardware()
-
-
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 3, 40])
-def test_pairs(order: str, causal: bool, window: int | None) -> None:
-    for length in (1, 5, 8, 21):
-        layout = ContextLayout(length, 2, order)  # type: ignore[arg-type]
-        found = [pairs(layout, rank, causal=causal, window=window) for rank in range(2)]
-        reach = window or length
-        expected = [
-            sum(
-                abs(i - j) < reach and (j <= i or not causal)
-                for chunk in layout.chunks(rank)
-                for i in chunk
-                if i < length
-                for j in range(length)
-            )
-            for rank in range(2)
-        ]
-        assert found == expected
 
 
 def test_what_a_kind_refuses() -> None:

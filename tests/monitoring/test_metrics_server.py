@@ -1,11 +1,9 @@
-"""Nobody who reaches the endpoint can hold up, fill or trick the process behind it."""
+"""Who may read the endpoint, and the names of what is there."""
 
 import contextlib
 import http.client
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +27,7 @@ def page(request: Any, start_response: Any) -> list[bytes]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[MetricsServer]:
     guard = Guard({"/metrics": page})
-    running = MetricsServer(guard, "127.0.0.1", 0, deadline_s=1.0, per_second=1000.0)
+    running = MetricsServer(guard, "127.0.0.1", 0)
     yield running
     running.close()
 
@@ -62,46 +60,18 @@ def test_names_of_this_machine_are_not(server: MetricsServer, host: str) -> None
     assert ask(server, "GET", "/metrics", Host=host)[0] == 200
 
 
-def test_large_requests_are_refused_unread(server: MetricsServer) -> None:
-    megabyte = b"x" * 2**20
-    assert ask(server, "GET", "/metrics", megabyte)[0] == 413
-    assert ask(server, "POST", "/metrics", megabyte)[0] == 405
-    assert ask(server, "GET", "/metrics", **{"Transfer-Encoding": "chunked"})[0] == 413
-    assert ask(server, "GET", "/metrics", **{"Content-Length": "-1"})[0] == 413
-    assert ask(server, "GET", "/metrics", **{"Content-Length": "9" * 5000})[0] == 413
-    assert ask(server, "GET", "/" + "x" * 2**20)[0] == 414
-    assert ask(server, "GET", "/metrics", **{f"X-{i}": "1" for i in range(200)})[0] == 431
-    assert ask(server, "GET", "/metrics")[0] == 200
+def test_a_client_that_says_nothing_is_cut_off(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", server.port), 60) as silent:
+        assert ask(server, "GET", "/metrics")[0] == 200  # in the meantime
+        assert silent.recv(1) == b""
 
 
-def test_slow_clients_are_cut_off_and_few(server: MetricsServer) -> None:
-    threads, began, cut = threading.active_count(), time.monotonic(), 0.0
-    slow = [socket.create_connection(("127.0.0.1", server.port), 60) for _ in range(20)]
-    for connection in slow:
-        connection.settimeout(0.0)
-    while time.monotonic() - began < 120:
-        for connection in slow:
-            with contextlib.suppress(OSError):
-                connection.send(b"G")  # one byte at a time, for ever
-        with contextlib.suppress(BlockingIOError):
-            if all(_is_closed(connection) for connection in slow):
-                cut = time.monotonic() - began
-                break
-        assert threading.active_count() - threads <= metrics_server.MAX_CONNECTIONS
-        time.sleep(0.05)
-    assert cut > 0.9
-    assert ask(server, "GET", "/metrics")[0] == 200
-    for connection in slow:
-        connection.close()
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def test_a_port_in_use_is_an_error(server: MetricsServer) -> None:
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer(Guard({}), "127.0.0.1", server.port)
 
 
 def test_a_token_lets_in_from_anywhere_and_nothing_else_does() -> None:
@@ -116,22 +86,6 @@ def test_a_token_lets_in_from_anywhere_and_nothing_else_does() -> None:
         ask(server, "GET", "/metrics")
 
 
-def test_a_flood_is_answered_at_a_rate_that_training_does_not_notice() -> None:
-    asked = 0
-
-    def counting(request: Any, start_response: Any) -> list[bytes]:
-        nonlocal asked
-        asked += 1
-        return page(request, start_response)
-
-    running = MetricsServer(Guard({"/metrics": counting}), "127.0.0.1", 0, per_second=20.0)
-    began = time.monotonic()
-    while asked < metrics_server.BURST + 15:
-        assert ask(running, "GET", "/metrics")[0] == 200
-    running.close()
-    assert time.monotonic() - began > 15 / 20.0 - 0.1
-
-
 def test_health() -> None:
     for good, status in ((True, 200), (False, 503)):
         guard = Guard({"/healthz": health_page(lambda good=good: (good, {"step": 3}))})
@@ -142,7 +96,7 @@ def test_health() -> None:
 
 
 def test_what_only_this_machine_can_reach() -> None:
-    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]")))
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "localhost", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example", "", "*")))
 
 
