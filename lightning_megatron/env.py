@@ -185,17 +185,6 @@ def expanded(path: str) -> str:
     return os.path.expandvars(path)
 
 
-@contextmanager
-def of_world_size(size: int) -> Iterator[None]:
-    """Have who asks the environment for the number of processes be told another one."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(size)
-    try:
-        yield
-    finally:
-        restore({"WORLD_SIZE": before})
-
-
 _TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 

@@ -93,6 +93,7 @@ from lightning_megatron._torch.state_dicts import AnyBatchNorm as AnyBatchNorm
 from lightning_megatron._torch.state_dicts import IncompatibleKeys as IncompatibleKeys
 from lightning_megatron._torch.state_dicts import StorageInfo as StorageInfo
 from lightning_megatron._torch.state_dicts import call_as_tensor as call_as_tensor
+from lightning_megatron._torch.state_dicts import describe_saved as describe_saved
 from lightning_megatron._torch.state_dicts import first_load_hook as first_load_hook
 from lightning_megatron._torch.state_dicts import first_state_hook as first_state_hook
 from lightning_megatron._torch.state_dicts import is_fsdps as is_fsdps

@@ -1,7 +1,7 @@
 """Insides of modules and of checkpoints: state_dicts, batch norms, the index of DCP (2.11-2.13)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,26 @@ def first_load_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHa
 
 StorageInfo = _StorageInfo
 """Where the bytes of a chunk are, in the index of a distributed checkpoint (2.11-2.13)."""
+
+
+def describe_saved(file: BinaryIO) -> tuple[Any, int]:
+    """Load what ``torch.save`` wrote without its numbers, and say where those of a tensor begin.
+
+    Private: ``_checkpoint_offset`` of a storage, which torch's notes on serialization document for
+    FakeTensorMode, and which ``map_location="meta"`` sets, too (2.11-2.15).
+
+    Returns:
+        A tensor on the meta device and the offset of its storage in the file; else any other
+        object and 0.
+    """
+    found = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(found, Tensor):
+        return found, 0
+    offset = found.untyped_storage()._checkpoint_offset
+    if offset is None:
+        raise ValueError("a tensor without numbers")
+    return found, offset
+
 
 DCP_METADATA_GLOBALS = frozenset(
     {

@@ -2,8 +2,8 @@
 
 * Optimizers: `AdamW`, `Lion`, `Adafactor`, `Muon`; by name: `make_optimizer`
 * Parameter groups: `decay_groups`, `muon_groups`, `layerwise_groups`
-* Learning rates: `WarmupCosine`, `WarmupStableDecay`, `WarmupInverseSqrt`, `warmup_cosine`; by
-  name: `make_lr_schedule`
+* Learning rates: `WarmupCosine`, `WarmupStableDecay`, `WarmupInverseSqrt`; by name:
+  `make_lr_schedule`
 * Rules of gradient clipping, for `GradientMonitor`: `PercentileClip`, `ZScoreClip`, `UnitClip`
 
 Names are imported when they are first used.
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         WarmupCosine,
         WarmupInverseSqrt,
         WarmupStableDecay,
-        warmup_cosine,
     )
     from lightning_megatron.optim.muon import Muon
     from lightning_megatron.optim.param_groups import decay_groups, muon_groups
@@ -45,7 +44,6 @@ _HOMES = {
     "make_optimizer": "build",
     "make_lr_schedule": "build",
     "muon_groups": "param_groups",
-    "warmup_cosine": "lr_schedules",
 }
 
 __all__ = [
@@ -64,7 +62,6 @@ __all__ = [
     "make_optimizer",
     "make_lr_schedule",
     "muon_groups",
-    "warmup_cosine",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -21,7 +21,6 @@ from lightning_megatron.optim.lr_schedules import (
     WarmupCosine,
     WarmupInverseSqrt,
     WarmupStableDecay,
-    scheduler,
 )
 from lightning_megatron.optim.muon import Muon
 from lightning_megatron.optim.param_groups import decay_groups, muon_groups
@@ -120,16 +119,16 @@ def make_lr_schedule(
     """
     raise_if_any(name_problems("adamw", name))
     if name == "inverse-sqrt":
-        return scheduler(optimizer, WarmupInverseSqrt(max(warmup_steps, 1)))
+        return LambdaLR(optimizer, WarmupInverseSqrt(max(warmup_steps, 1)))
     if name == "constant":
-        return scheduler(optimizer, WarmupStableDecay(warmup_steps, 0, _LONG, 1.0))
+        return LambdaLR(optimizer, WarmupStableDecay(warmup_steps, 0, _LONG, 1.0))
     if not math.isfinite(total_steps) or total_steps < 1:
         return None
     total = int(total_steps)
     if name == "cosine":
-        return scheduler(optimizer, WarmupCosine(warmup_steps, total, min_lr_ratio))
+        return LambdaLR(optimizer, WarmupCosine(warmup_steps, total, min_lr_ratio))
     fall = int(FALL * max(total - warmup_steps, 0))
-    return scheduler(optimizer, WarmupStableDecay(warmup_steps, fall, total, min_lr_ratio))
+    return LambdaLR(optimizer, WarmupStableDecay(warmup_steps, fall, total, min_lr_ratio))
 
 
 _LONG = 2**62

@@ -1,25 +1,38 @@
-"""Learning-rate schedules as small objects, whose numbers are those of the present run.
+"""Rules for ``torch.optim.lr_scheduler.LambdaLR``, whose numbers are those of the present run.
 
 A checkpoint keeps how far a schedule is and the peak. A run that goes on with another
 ``total_steps`` (``--trainer.max_steps``) therefore follows the rule that it was given, from the
-step at which the other one stopped.
+step at which the other one stopped. `SequentialLR` of `LinearLR` and `CosineAnnealingLR` would
+follow the old end: their state holds it, and loading puts it in place of the new one.
 """
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from lightning_megatron.errors import at_least, raise_if_any
 
 
-class _Rule:
-    """Base of the rules, which keep their numbers in slots.
+class _Rule(ABC):
+    """Base of the rules: a linear rise, then what a subclass says.
 
-    ``LambdaLR`` saves the ``__dict__`` of a callable object, and puts it into that of a resumed
-    run: the learning rate would follow the end of the earlier run.
+    The rules keep their numbers in slots. ``LambdaLR`` saves the ``__dict__`` of a callable object,
+    and puts it into that of a resumed run: the learning rate would follow the end of the earlier
+    run.
     """
+
+    warmup_steps: int
+
+    def __call__(self, step: int) -> float:
+        """Factor at ``step``, the number of optimizer steps taken."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self._after_warmup(step)
+
+    @abstractmethod
+    def _after_warmup(self, step: int) -> float:
+        """Factor at a step from ``warmup_steps`` on."""
 
 
 class WarmupCosine(_Rule):
@@ -49,31 +62,12 @@ class WarmupCosine(_Rule):
         self.total_steps = total_steps
         self.min_lr_ratio = min_lr_ratio
 
-    def __call__(self, step: int) -> float:
-        """Factor at ``step``, the number of optimizer steps taken."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+    @override
+    def _after_warmup(self, step: int) -> float:
         falling = max(self.total_steps - self.warmup_steps, 1)
         progress = min((step - self.warmup_steps) / falling, 1.0)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine
-
-
-def warmup_cosine(
-    optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0
-) -> LambdaLR:
-    """Scheduler that multiplies the learning rate of every group by `WarmupCosine`.
-
-    Args:
-        optimizer: optimizer whose groups' learning rates are the peaks.
-        warmup_steps: number of steps of the linear rise.
-        total_steps: number of steps of rise and fall together.
-        min_lr_ratio: learning rate at the end of the fall, as a share of the peak.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-    return LambdaLR(optimizer, WarmupCosine(warmup_steps, total_steps, min_lr_ratio))
 
 
 class WarmupStableDecay(_Rule):
@@ -125,10 +119,8 @@ class WarmupStableDecay(_Rule):
         self.min_lr_ratio = min_lr_ratio
         self.shape = shape
 
-    def __call__(self, step: int) -> float:
-        """Factor at ``step``, the number of optimizer steps taken."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+    @override
+    def _after_warmup(self, step: int) -> float:
         left = self.total_steps - step
         if left >= self.decay_steps and left > 0:
             return 1.0
@@ -159,21 +151,9 @@ class WarmupInverseSqrt(_Rule):
         raise_if_any(at_least(1, warmup_steps=warmup_steps))
         self.warmup_steps = warmup_steps
 
-    def __call__(self, step: int) -> float:
-        """Factor at ``step``, the number of optimizer steps taken."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+    @override
+    def _after_warmup(self, step: int) -> float:
         return math.sqrt(self.warmup_steps / step)
-
-
-def scheduler(optimizer: Optimizer, rule: Callable[[int], float]) -> LambdaLR:
-    """Scheduler that multiplies the learning rate of every group by one of the rules above.
-
-    Args:
-        optimizer: optimizer whose groups' learning rates are the peaks.
-        rule: one of them.
-    """
-    return LambdaLR(optimizer, rule)
 
 
 def _problems(warmup_steps: int, total_steps: int, min_lr_ratio: float) -> list[str]:

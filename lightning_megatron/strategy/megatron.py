@@ -531,7 +531,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def on_train_start(self) -> None:
         """The last hook before the first batch."""
-        self.data.position.start(self.trainer, self.topology)
+        self.data.position.start(self.trainer)
         self.data.shares.start(self)
         self.random_state.restore()
 

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -11,8 +12,6 @@ from lightning_megatron.optim.lr_schedules import (
     WarmupCosine,
     WarmupInverseSqrt,
     WarmupStableDecay,
-    scheduler,
-    warmup_cosine,
 )
 from lightning_megatron.optim.param_groups import decay_groups
 
@@ -34,9 +33,7 @@ def test_both_groups_exist_even_when_empty():
 def test_a_resumed_schedule_is_where_it_was_and_ends_where_it_is_told_to():
     def make(total):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
-        return optimizer, warmup_cosine(
-            optimizer, warmup_steps=2, total_steps=total, min_lr_ratio=0.1
-        )
+        return optimizer, LambdaLR(optimizer, WarmupCosine(2, total, 0.1))
 
     optimizer, schedule = make(10)
     rates = []
@@ -60,7 +57,7 @@ def test_a_resumed_schedule_is_where_it_was_and_ends_where_it_is_told_to():
 
 def test_checkpoints_that_hold_the_numbers_of_a_rule_are_read():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
-    schedule = warmup_cosine(optimizer, warmup_steps=2, total_steps=22, min_lr_ratio=0.1)
+    schedule = LambdaLR(optimizer, WarmupCosine(2, 22, 0.1))
     numbers = {"warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
     schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 11, "lr_lambdas": [numbers]})
     optimizer.step()
@@ -77,7 +74,7 @@ def test_wrong_numbers():
 def test_the_plateau_is_gone_on_from_with_another_end():
     def make(rule):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
-        return optimizer, scheduler(optimizer, rule)
+        return optimizer, LambdaLR(optimizer, rule)
 
     optimizer, schedule = make(WarmupStableDecay(2, 4, 10, 0.1, "sqrt"))
     for _ in range(8):

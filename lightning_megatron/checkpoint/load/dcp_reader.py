@@ -3,10 +3,11 @@
 Every rank reads the stored rectangles that overlap its own, without communication. The index
 (index.py) names them. Then one part after the other is read: each file is opened once, read from
 front to back, and the intersection of the stored and the wanted rectangle is copied. The checks
-that torch.distributed.checkpoint leaves out are made in index.py; in place of its `torch.load`,
-shard_archive.py takes the numbers out of the archives.
+that torch.distributed.checkpoint leaves out are made in index.py; tensor_archive.py takes the
+numbers out of the archives.
 """
 
+import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
 from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry
 from lightning_megatron.checkpoint.directory.storage import AnyPath
-from lightning_megatron.checkpoint.load.shard_archive import read_rows, read_tensor
+from lightning_megatron.checkpoint.load.tensor_archive import read_tensor
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -114,46 +115,40 @@ def _read_part(directory: AnyPath, index: ShardIndex, placed: list[_Placed]) -> 
                 _fill(file, list(of_chunk), index.tensors[key[0]].dtype)
 
 
-_WORTH_SKIPPING = 1 << 20
-"""Bytes that are read rather than skipped, as a further access to the file takes longer."""
+_AT_ONCE = 4 << 20
+"""Largest archive that is read at once, as each access to a file in a store takes time."""
 
 
 def _fill(file: BinaryIO, placed: list[_Placed], dtype: torch.dtype) -> None:
     place, stored = placed[0].place, placed[0].wanted.stored
-    first, last = _wanted_rows(placed)
-    skipped = place.sizes[0] - (last - first) if place.sizes else 0
+    rows = _wanted_rows(placed)
+    source, begin = file, place.begin
     try:
-        if skipped and place.length * skipped // place.sizes[0] >= _WORTH_SKIPPING:
-            rows = (first, last)
-            tensor = read_rows(file, place.begin, place.length, dtype, place.sizes, rows)
-        else:
-            tensor, first = read_tensor(_content(file, place), dtype, place.sizes), 0
+        if place.length <= _AT_ONCE:
+            file.seek(begin)
+            source, begin = io.BytesIO(file.read(place.length)), 0
+        tensor = read_tensor(source, begin, place.length, dtype, place.sizes, rows)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{stored} in {place.file}: {error}") from error
-    offsets = (place.offsets[0] + first, *place.offsets[1:]) if place.offsets else ()
+    offsets = (place.offsets[0] + rows[0], *place.offsets[1:]) if rows else ()
     for one in placed:
         ours = one.wanted.target
         _copy_common(tensor, offsets, ours.tensor, ours.offsets)
 
 
-def _wanted_rows(placed: list[_Placed]) -> tuple[int, int]:
-    """Return the first row of a stored rectangle that any chunk needs, and the one behind all."""
+def _wanted_rows(placed: list[_Placed]) -> tuple[int, int] | None:
+    """Return the first row of a stored rectangle that any chunk needs, and the one behind all.
+
+    A scalar has no rows.
+    """
     place = placed[0].place
     if not place.sizes:
-        return 0, 0
+        return None
     targets = [one.wanted.target for one in placed]
     start, rows = place.offsets[0], place.sizes[0]
     first = min(max(target.offsets[0] - start, 0) for target in targets)
     last = max(min(target.offsets[0] + target.sizes[0] - start, rows) for target in targets)
     return first, last
-
-
-def _content(file: BinaryIO, place: ChunkEntry) -> bytearray:
-    content = bytearray(place.length)
-    file.seek(place.begin)
-    if file.readinto(content) < place.length:  # type: ignore[attr-defined]
-        raise DamagedCheckpointError("the file is shorter than when it was verified")
-    return content
 
 
 def _copy_common(

@@ -45,7 +45,7 @@ from lightning_megatron.checkpoint.directory.rank_manifest import (
 )
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
-from lightning_megatron.checkpoint.load.shard_archive import read_tensor
+from lightning_megatron.checkpoint.load.tensor_archive import read_tensor
 from lightning_megatron.checkpoint.save.dcp_writer import (
     WritePlan,
     Written,
@@ -255,12 +255,11 @@ class Increments:
         digest, different = hashlib.sha256(), []
         with file.open("rb") as stream:
             for part in sorted(parts, key=lambda part: part.place.begin):
-                _skip(stream, digest.update, part.place.begin - stream.tell())
-                content = bytearray(part.place.length)
-                stream.readinto(content)
-                digest.update(content)
-                if not _is_same(content, part.tensor):
+                end = part.place.begin + part.place.length
+                _skip(stream, digest.update, end - stream.tell())
+                if not _is_same(stream, part):
                     different.append(part.item.index)
+                stream.seek(end)
             _skip(stream, digest.update, entry.size)
             size = stream.tell()
         if size != entry.size or digest.hexdigest() != entry.sha256:
@@ -322,10 +321,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _is_same(content: bytearray, tensor: Tensor) -> bool:
-    """Return whether an archive holds the bits of a tensor."""
+def _is_same(stream: BinaryIO, part: _StoredChunk) -> bool:
+    """Return whether an archive in a file holds the bits of a tensor."""
+    place, tensor = part.place, part.tensor
     try:
-        stored = read_tensor(content, tensor.dtype, tuple(tensor.shape))
+        stored = read_tensor(stream, place.begin, place.length, tensor.dtype, place.sizes)
     except DamagedCheckpointError:
         return False  # the hash tells
     return torch.equal(_bits(stored), _bits(tensor))

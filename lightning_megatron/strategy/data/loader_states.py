@@ -3,7 +3,7 @@
 A loader with ``state_dict`` says how far it has been *read*. Lightning reads one batch ahead of
 training where a loader has no length, a step may fail, and gradients may be accumulated; so the
 state before a given batch is noted as the batch is read. The loader's own class, of which it
-becomes a subclass of, is what reads; only its iterators are followed.
+becomes a subclass, is what reads; only its iterators are followed.
 """
 
 from collections import deque

@@ -24,7 +24,6 @@ from lightning_megatron.strategy.data.global_batch import schedule_of, sized
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
 from lightning_megatron.strategy.data.sharding import divide_predictions, share_of
-from lightning_megatron.strategy.data.streams import tell_rank
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.topology.coordinates import groups_along
@@ -112,7 +111,6 @@ class DataLoading:
             if fitting and trainer.training and makes_training_loader(trainer):
                 self.position.follow(dataloader, trainer, topology)
             return dataloader
-        tell_rank(dataloader.dataset, topology)
         seed = env.global_seed() or 0
         # The training loader comes first.
         if fitting and trainer.training and makes_training_loader(trainer):

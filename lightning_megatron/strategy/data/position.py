@@ -10,7 +10,7 @@ that is prepared goes to where the checkpoint was saved, before anything is read
   had before the first batch that was not trained on, on each rank that reads samples of its own;
 * a loader with ``state_dict`` that orders samples itself: to the state that it had on the rank
   before the first batch that was not trained on; under another data-parallel degree its batches
-  are discarded, unless its states mean the same under any (litdata's);
+  are discarded;
 * anything else is read from its start and discarded up to that point, which a warning announces.
 
 A batch is done when its gradients have been used. A checkpoint that is saved while gradients are
@@ -55,8 +55,7 @@ from lightning_megatron.strategy.data.loader_states import LoaderStates
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.strategy.data.streams import (
-    has_shuffle_buffer,
-    is_litdata,
+    is_hugging_face,
     is_torchdata,
     load_loader,
     name_of,
@@ -119,7 +118,12 @@ _OTHER_RANKS = (
     "The state of {} cannot be divided: {} ranks read data of their own when it was saved, now "
     "{} do. As many samples as were trained on are read and discarded; the run goes on "
     "exactly only if the stream gives its samples to the ranks in turn, one by one, and is read "
-    "with num_workers=0. A map-style dataset, or litdata's StreamingDataset, goes on exactly"
+    "with num_workers=0. A map-style dataset goes on exactly"
+)
+_BUFFER = (
+    "{} goes on where its state says, which holds no shuffle buffer: if the stream of `datasets` "
+    "has one (.shuffle), the samples that were in it are left out; a dataset that is shuffled "
+    "before it is made a stream goes on exactly"
 )
 _DISCARDS = "{} has no position to return to: {} batches are read and discarded; {}"
 
@@ -314,16 +318,18 @@ class DataPosition:
         same = len(states) == topology.batch.size
         state = states[topology.batch.rank if same else 0]
         state = None if state is None else state[index]
-        if state is not None and not same and not _goes_on_anywhere(loader):
+        if state is not None and not same:
             rank_zero_warn(_OTHER_RANKS.format(name_of(loader), len(states), topology.batch.size))
             state = None
+        if state is not None and saved["batch"] and _is_stream_of_datasets(loader):
+            rank_zero_warn(_BUFFER.format(name_of(loader)))
         followed = self._followed.get(loader) if isinstance(loader, Stateful) else None
         if reading is not None and reading.batches is not None:
             reading.batches.sampler.set_epoch(saved["epoch"])
         if reading is not None and reading.share.order is not None and position:
             self._seek(reading, position, saved["epoch"])
         elif followed is not None and state is not None:
-            load_loader(loader, state, topology)
+            load_loader(loader, state)
             followed.go_to(saved["batch"], state)
             if reading is not None and reading.batches is not None and not is_torchdata(loader):
                 reading.batches.go_to(saved["batch"])  # torchdata counts those that it has read
@@ -364,7 +370,7 @@ class DataPosition:
             return
         reading.seek(epoch, consumed)
 
-    def start(self, trainer: Trainer, topology: Topology) -> None:
+    def start(self, trainer: Trainer) -> None:
         """Finish what `load` began, when training is about to start."""
         saved, self._saved = self._saved, None
         if saved is not None and validates_first(trainer):
@@ -376,7 +382,7 @@ class DataPosition:
         if saved["epoch"] and not saved["batch"]:
             _begin_epoch(trainer)
             for loader, state in self._loaded.items():
-                _load_at_start(loader, state, topology)
+                _load_at_start(loader, state)
             if self._loaded:
                 read_anew(trainer)
         if not discard:
@@ -409,7 +415,7 @@ class DataPosition:
         for loader in combined.flattened:
             self._resume(loader, topology)
             if loader in self._loaded:
-                _load_at_start(loader, self._loaded[loader], topology)
+                _load_at_start(loader, self._loaded[loader])
             known = isinstance(loader, DataLoader)
             batches = _stateful_batches(self._readings.get(loader)) if known else None
             if batches is not None:  # the first batch may have been fetched
@@ -441,29 +447,25 @@ def _begin_epoch(trainer: Trainer) -> None:
         count_batches_anew(trainer)
 
 
-def _load_at_start(loader: Any, state: Any, topology: Topology) -> None:
+def _load_at_start(loader: Any, state: Any) -> None:
     """Give a loader a state that it had between two epochs, so that it begins the next one."""
     kept = HostRandomness.capture()
-    load_loader(loader, state, topology)
+    load_loader(loader, state)
     # It stands at the end of an epoch, and may think that the rest of it is to be read.
     if next(iter(loader), None) is not None:
-        load_loader(loader, state, topology)
+        load_loader(loader, state)
     kept.restore()
 
 
-def _goes_on_anywhere(loader: Any) -> bool:
-    """Whether a state means the same under another data-parallel degree."""
-    return is_litdata(getattr(loader, "dataset", None))
+def _is_stream_of_datasets(loader: Any) -> bool:
+    """Whether a loader reads a stream of Hugging Face's ``datasets``."""
+    dataset = getattr(loader, "dataset", None)
+    return is_hugging_face(getattr(dataset, "stream", dataset))
 
 
 def _remedy(loader: Any) -> str:
     """What would make a position of a loader known."""
     dataset = getattr(loader, "dataset", None)
-    if has_shuffle_buffer(getattr(dataset, "stream", dataset)):
-        return (
-            "its shuffle buffer is no part of its state; a dataset that is shuffled before it is "
-            "made a stream needs no time for it"
-        )
     workers: int = getattr(loader, "num_workers", 0)
     if isinstance(dataset, Stateful) and workers:
         return (

@@ -1,19 +1,19 @@
 """What is special about the streams and loaders of torchdata, ``datasets`` and litdata.
 
 A position in a stream is known to whoever reads it: to the stream in this process, to its copies in
-the workers, or to the loader. Each of the three packages keeps it well, with exceptions that would
-change a resumed run without a word:
+the workers, or to the loader. Each of the three packages keeps it in its ``state_dict``, with
+exceptions that would change a resumed run without a word:
 
 * ``datasets``: a stream that was given a state begins *every* later epoch there; a state of another
   epoch than the stream's own is ignored; and a shuffle buffer is no part of the state. Here the
-  stream begins a later epoch at its start, is told its epoch, and counts as one without a state if
-  it has such a buffer: what was read is then read again and discarded, which is exact.
+  stream begins a later epoch at its start and is told its epoch; who resumes it is told of buffers.
 * torchdata: workers are handed batches by number, and which number a worker gets depends on when
   another one has ended, so that random numbers cannot follow from the batch. `SeededStream` counts
   the samples of its own worker, and its count travels in torchdata's state of the worker.
-* litdata: a stream divides itself by the processes of the job, of which it may know nothing yet
-  when it is made; and ranks of tp and pp would read samples of their own. Here it is told the
-  data-parallel rank.
+* litdata: a loader that was given a state begins the next epoch there, too, as Lightning does not
+  ask for a batch more than there is; and its state names the epoch of a stream that may be read in
+  workers only. Here it is told both. It divides itself by all processes, whose number is that of
+  the data-parallel ranks without tp, cp and pp; with them the first batch is refused.
 """
 
 import copy
@@ -24,10 +24,8 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_megatron import env
 from lightning_megatron._lightning import Stateful
 from lightning_megatron.data.augmentation import SampleSeeds, draws_random_numbers
-from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import seed_generators
 
 
@@ -48,36 +46,13 @@ def is_hugging_face(dataset: object) -> bool:
 
 
 def is_litdata(dataset: object) -> bool:
-    """Whether a dataset is litdata's `StreamingDataset`, which can go on under another degree."""
-    return _is_a(dataset, "litdata", "StreamingDataset")
+    """Whether a dataset is of litdata's, whose position its loader keeps."""
+    return any(kind.__module__.partition(".")[0] == "litdata" for kind in type(dataset).__mro__)
 
 
-def keeps_position(dataset: Any) -> bool:
-    """Whether the state of a dataset says all about what comes next."""
-    if is_litdata(dataset) or _parts(dataset):  # their loader's
-        return False
-    return isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
-
-
-def has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether a stream of ``datasets`` mixes samples in a buffer that its state does not hold.
-
-    Private: `_ex_iterable` of `datasets.IterableDataset`, and `ex_iterable(s)` below it.
-    Unnecessary when the state holds the buffer, or says that there is one.
-    """
-    if not is_hugging_face(dataset):
-        return False
-    open_ends = [getattr(dataset, "_ex_iterable", None)]
-    while open_ends:
-        part = open_ends.pop()
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        open_ends += [
-            getattr(part, "ex_iterable", None),
-            *(getattr(part, "ex_iterables", None) or ()),
-        ]
-        open_ends = [end for end in open_ends if end is not None]
-    return False
+def keeps_position(dataset: object) -> bool:
+    """Whether a dataset has a state that says what comes next."""
+    return isinstance(dataset, Stateful) and not is_litdata(dataset)
 
 
 def begin_anew(dataset: Any) -> None:
@@ -208,44 +183,12 @@ def wrap_stream(loader: DataLoader[Any], seed: int, rank: int) -> SeededStream |
     return wrapped
 
 
-def tell_rank(dataset: Any, topology: Topology) -> None:
-    """Have a stream of litdata's read the share of this data-parallel rank."""
-    if not is_litdata(dataset):
-        for part in _parts(dataset):
-            tell_rank(part, topology)
-        return
-    world = copy.copy(dataset.distributed_env)
-    world.world_size, world.global_rank = topology.batch.size, topology.batch.rank
-    if world.world_size % world.num_nodes:
-        world.num_nodes = 1
-    dataset.distributed_env = world
-    dataset.shuffler = None  # which knows the lengths of shares
-    if world.world_size > 1:
-        dataset.set_drop_last(True)  # as litdata does where it knows of several processes
-
-
-def _parts(dataset: Any) -> list[Any]:
-    """The streams of one that is made of several. Private: `_datasets` of litdata's."""
-    combined = ("CombinedStreamingDataset", "ParallelStreamingDataset")
-    if any(_is_a(dataset, "litdata", name) for name in combined):
-        return list(getattr(dataset, "_datasets", ()))
-    return []
-
-
-def load_loader(loader: Any, state: Any, topology: Topology) -> None:
+def load_loader(loader: Any, state: Any) -> None:
     """Give a loader a state of its own, which stays what it is."""
+    loader.load_state_dict(copy.deepcopy(state))
     dataset: Any = getattr(loader, "dataset", None)
-    if not is_litdata(dataset) and not _parts(dataset):
-        loader.load_state_dict(copy.deepcopy(state))
-        return
-    # litdata compares the number of processes with the stream's, another one under tp and pp.
-    state = copy.deepcopy(state)
-    own = state["dataset"]
-    if own.get("world_size") not in (None, topology.batch.size) and "sample_in_epoch" in own:
-        own["num_samples_yielded"] = 0  # of a rank; more than one has now would be refused
-    with env.of_world_size(topology.batch.size):
-        loader.load_state_dict(copy.deepcopy(state))
-    if is_litdata(dataset):  # else asking for the state before the first batch would change it
+    if is_litdata(dataset) and "current_epoch" in state["dataset"]:
+        # Else asking for the state before the first batch would change it.
         dataset.current_epoch = state["dataset"]["current_epoch"]
 
 

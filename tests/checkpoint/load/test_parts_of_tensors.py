@@ -7,7 +7,7 @@ from torch import nn
 from lightning_megatron.checkpoint import load_tensor
 from lightning_megatron.checkpoint.chunks import model_chunks
 from lightning_megatron.checkpoint.collective_io import save_directory
-from lightning_megatron.checkpoint.load import dcp_reader, shard_archive
+from lightning_megatron.checkpoint.load import tensor_archive
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.stack import Experts
@@ -27,15 +27,13 @@ def saved(tmp_path):
 def taken(monkeypatch):
     """Sizes of what is read of archives."""
     sizes = []
-    whole = dcp_reader._content
-    part = shard_archive._Part.part
+    whole = tensor_archive._Part.readinto
 
-    def noted(result):
-        sizes.append(len(result))
-        return result
+    def noted(part, buffer):
+        sizes.append(whole(part, buffer))
+        return sizes[-1]
 
-    monkeypatch.setattr(dcp_reader, "_content", lambda *given: noted(whole(*given)))
-    monkeypatch.setattr(shard_archive._Part, "part", lambda *given: noted(part(*given)))
+    monkeypatch.setattr(tensor_archive._Part, "readinto", noted)
     return sizes
 
 
