@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 
 from lightning_megatron import ConfigError, MegatronStrategy, PipelineConfig
@@ -15,6 +17,7 @@ from lightning_megatron.parallel.gradients import local
 from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.loss_scale import LossScale
 from lightning_megatron.precision.plugin import sharded_precision
+from lightning_megatron.strategy.step_recovery import HeldSchedules
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, Recorder, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
@@ -269,3 +272,22 @@ def test_options_are_checked() -> None:
     taken = sharded_precision(MixedPrecision("16-mixed", "cpu", scaler))
     assert isinstance(taken, Fp16Precision)
     assert taken.loss_scale.value == 32.0
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 3])
+def test_only_schedules_that_are_due_stay_where_they_are(frequency: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    config = LRSchedulerConfig(scheduler, interval="step", frequency=frequency)
+    held = []
+    for index in range(6):
+        trainer: Any = SimpleNamespace(
+            lightning_module=SimpleNamespace(automatic_optimization=True),
+            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=index)),
+        )
+        schedules = HeldSchedules()
+        schedules.hold([config], trainer)
+        held.append("step" in vars(scheduler))
+        schedules.release()
+        assert "step" not in vars(scheduler)
+    assert held == [(index + 1) % frequency == 0 for index in range(6)]

@@ -232,3 +232,8 @@ def test_a_checkpoint_is_saved_after_the_run(
     pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     pool.run(2, saved_job, tmp_path / "after.ckpt", layout)
+
+
+def test_nothing_of_the_strategys_is_there_before_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"no Trainer has put the module.*after fit"):
+        _ = MegatronStrategy().parallel

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.fitting_microbatch import FittingMicrobatch
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import WIDTH, Small, assert_same, make_trainer, merged, samples, weights
 
@@ -222,3 +223,22 @@ def test_unequal_parts_of_the_global_batch(pool: WorkerPool) -> None:
     several = pool.run(2, plainly, 2, {"batch_shares": [3, 1]})
     assert [size for _, size in several] == [6, 2]
     assert_same(merged([held for held, _ in several]), one)
+
+
+def test_a_smaller_size_is_on_trial_as_often_as_the_first() -> None:
+    said: list[str] = []
+    fitting = FittingMicrobatch(
+        torch.device("cpu"), None, lambda: lambda: None, alone=True, say=said.append
+    )
+
+    def trials() -> int:
+        count = 0
+        while fitting.begin(8, 80, lambda: 8):
+            fitting.passed()
+            count += 1
+        return count
+
+    first = trials()
+    assert first > 1
+    fitting.halve()
+    assert (trials(), fitting.size) == (first, 4)

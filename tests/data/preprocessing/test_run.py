@@ -264,6 +264,9 @@ def test_output_inside_of_a_source(made: Made, tmp_path: Path) -> None:
     for shards in (1, 0):
         outcome = preprocess([str(tmp_path)], tmp_path / "tokens", made.options)
         assert (outcome.made, outcome.manifest.documents) == (shards, 1)
+    (tmp_path / "tokens" / "b.txt").write_text("the user's own")
+    outcome = preprocess([str(tmp_path)], tmp_path / "tokens", made.options, overwrite=True)
+    assert outcome.manifest.documents == 2
 
 
 def test_separator_between_documents_of_a_text_file(tmp_path: Path) -> None:
