@@ -38,7 +38,7 @@ def start_reduce_scatter(output: Tensor, local: Tensor, group: dist.ProcessGroup
     return work
 
 
-def gather_now(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
+def gather_now(output: Tensor, local: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fill ``output`` with the ``local`` of every rank; on a GPU, on the current stream."""
     _all_gather(output, local, group=group)
 
