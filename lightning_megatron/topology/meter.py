@@ -13,7 +13,7 @@ Every collective over an axis, and every message of a pipeline, is counted on th
 * *hidden* seconds in which transfers were under way that nobody waited for yet, and the rank did
   not wait for others. Where several are under way at a time they count once, so exposed and
   hidden seconds together are those in which the axis was in use. The messages between stages have
-  none: when one sets out its receiver does not know.
+  none: when one sets out its receiver does not know. Reduce-scatters of gloo have none either.
 
 Counting is a few additions. Exposed time on a CPU is two looks at a clock, and always measured;
 hidden time, and exposed time on a GPU, need a callback or events per transfer, and are measured
@@ -154,8 +154,12 @@ class Meter:
         """Time a transfer that has just been started, if ``timed``."""
         if not self.timed or work is None or torch.cuda.is_available():
             return
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce-scatter does not tell when it ends
+            return
         flight = self._flying[work] = _Flight(time.perf_counter())
-        work.get_future().then(flight.end)
+        future.then(flight.end)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a transfer, and count the time."""
