@@ -42,15 +42,11 @@ from lightning_megatron._torch.graphs import runs_backward as runs_backward
 from lightning_megatron._torch.graphs import tree_flatten as tree_flatten
 from lightning_megatron._torch.graphs import tree_map as tree_map
 from lightning_megatron._torch.graphs import tree_unflatten as tree_unflatten
-from lightning_megatron._torch.groups import BroadcastOptions as BroadcastOptions
-from lightning_megatron._torch.groups import GatherOptions as GatherOptions
 from lightning_megatron._torch.groups import HashStore as HashStore
 from lightning_megatron._torch.groups import PrefixStore as PrefixStore
-from lightning_megatron._torch.groups import ScatterOptions as ScatterOptions
 from lightning_megatron._torch.groups import Store as Store
 from lightning_megatron._torch.groups import TCPStore as TCPStore
 from lightning_megatron._torch.groups import abandon_process_groups as abandon_process_groups
-from lightning_megatron._torch.groups import connect_gloo as connect_gloo
 from lightning_megatron._torch.groups import default_store as default_store
 from lightning_megatron._torch.groups import flight_recorder as flight_recorder
 from lightning_megatron._torch.groups import group_ranks as group_ranks

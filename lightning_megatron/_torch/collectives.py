@@ -38,14 +38,21 @@ def start_reduce_scatter(output: Tensor, local: Tensor, group: dist.ProcessGroup
     return work
 
 
-def gather_now(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
+def gather_now(output: Tensor, local: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fill ``output`` with the ``local`` of every rank; on a GPU, on the current stream."""
     _all_gather(output, local, group=group)
 
 
 def reduce_scatter_now(output: Tensor, local: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """Reduce ``local`` over the ranks, leaving the rank-th equal part in ``output``."""
-    _reduce_scatter(output, local, op=op, group=group)
+    """Reduce ``local`` over the ranks, leaving the rank-th equal part in ``output``.
+
+    Older torch sums over gloo whatever ``op`` is; 2.13 does not. What the versions between them do
+    has not been tried, so the mean is divided here.
+    """
+    divides = output.device.type == "cpu" and op == dist.ReduceOp.AVG
+    _reduce_scatter(output, local, op=dist.ReduceOp.SUM if divides else op, group=group)
+    if divides:
+        output.div_(group.size())
 
 
 def watch_waits(began: Callable[[], float], ended: Callable[[float], None]) -> Callable[[], None]:

@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 
 # Public as names of torch.distributed, where type checkers do not see them (2.11-2.13).
-from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
-from torch._C._distributed_c10d import GatherOptions as GatherOptions
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import ScatterOptions as ScatterOptions
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
@@ -37,32 +34,6 @@ def known_groups() -> list[dist.ProcessGroup]:
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group exists and was not destroyed (2.11-2.13)."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
-
-
-def connect_gloo(store: Any, rank: int, ranks: Sequence[int], timeout: timedelta, name: str) -> Any:
-    """Make a gloo backend that ``torch.distributed`` knows nothing of (2.11-2.13).
-
-    ``dist.new_group`` must be called for every group by every process, also by those outside, where
-    the default group is bound to a device; and it numbers its names. Here the members alone call.
-
-    Args:
-        store: of this group alone.
-        rank: of this process.
-        ranks: global ranks of the members.
-        timeout: of a collective.
-        name: by which the flight recorder knows it.
-    """
-    place, size = list(ranks).index(rank), len(ranks)
-    gloo = dist.distributed_c10d.ProcessGroupGloo
-    backend = gloo(store, place, size, timeout=timeout)
-    backend.options.global_ranks_in_group = list(ranks)
-    backend.options.group_name = name  # type: ignore[assignment]
-    backend._set_sequence_number_for_group()
-    whole: Any = dist.ProcessGroup(store, place, size)
-    whole._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    whole._set_group_name(name)  # hands the name on, which the backend's own options do not
-    whole._set_group_desc("tree")
-    return backend
 
 
 def split_world(
@@ -99,10 +70,7 @@ def group_ranks() -> dict[str, list[int]]:
     groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
     # Groups that this rank is not in stand there as a number.
     own = [(g, ranks) for g, ranks in groups if isinstance(g, dist.ProcessGroup)]
-    found: dict[str, list[int]] = {group.group_name: sorted(ranks) for group, ranks in own}
-    for group, _ in own:
-        found |= getattr(group, "ranks_of_branches", {})  # of a tree
-    return found
+    return {group.group_name: sorted(ranks) for group, ranks in own}
 
 
 def abandon_process_groups() -> list[Any]:

@@ -42,7 +42,6 @@ from lightning_megatron.checkpoint.chunks import (
 )
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
@@ -323,8 +322,8 @@ class WholeState:
         if self._peers.size == 1:
             tensor: Tensor = value
             return tensor
-        host = dist.get_backend(self._peers.group) in ("gloo", BACKEND)
-        device = torch.device("cpu") if host else self._parallel.topology.device
+        on_host = dist.get_backend(self._peers.group) == "gloo"
+        device = torch.device("cpu") if on_host else self._parallel.topology.device
         ours = torch.empty(shape, dtype=dtype, device=device)
         if self._peers.rank == source:
             ours.copy_(value)

@@ -1,4 +1,4 @@
-"""Communication between ranks: collectives with a gradient, point-to-point transfers, trees.
+"""Communication between ranks: collectives with a gradient, point-to-point transfers.
 
 * Collectives with a gradient, for layers of your own: `copy_to`, `reduce_from`, `gather_from`,
   `split_to`, `all_gather`, `reduce_scatter`

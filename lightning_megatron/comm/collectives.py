@@ -4,12 +4,6 @@ The building blocks of `lightning_megatron.comm.functional`, where their gradien
 layers that overlap them with arithmetic. A sum or gather that has been started is a `Waited`, whose
 ``wait`` returns the result: a `Pending`, or in a graph of a compiler two operators
 (`comm.operators`).
-
-On CPU the group is gloo's, whose reduce-scatter is an all-reduce of which most is thrown away and
-whose all-gather is a ring of ``p - 1`` steps. An all-to-all whose result is added up here takes one
-step: measured on two cores, a reduce-scatter takes 0.4 to 0.7 of the
-time, an all-gather 0.5 to 1.0, and among four ranks an all-reduce of up to 64 kB 0.45. Sums are
-taken in the order of the ranks (for bfloat16 with a float32 accumulator).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +18,6 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import divisibility_problem
 from lightning_megatron.topology.meter import Meter
-
-_SMALL_SUM = 1 << 16
-"""Bytes up to which more than two ranks sum by exchanging everything: ``p - 1`` times the bytes of
-one copy, in one step."""
-_SMALL_GATHER = 1 << 22
-"""Bytes of a gathered tensor up to which a copy per rank may be made to send."""
 
 
 class Pending:
@@ -70,10 +58,6 @@ def start_sum(x: Tensor, axis: Axis) -> Waited:
     if torch.compiler.is_compiling():
         return Traced("sum", x, axis)
     share = 2 * _bytes(x) * (axis.size - 1) / axis.size
-    if axis.size > 2 and exchanges(x) and _bytes(x) <= _SMALL_SUM:
-        received, work, sent = _exchange(x.expand(axis.size, *x.shape), axis)
-        axis.meter.exchange(share, axis.group)
-        return Pending(work, sent, lambda: torch.sum(received, 0, out=x), axis.meter)
     axis.meter.ring(share, axis.group)
     started = dist.all_reduce(x, group=axis.group, async_op=True)
     return Pending(started, None, lambda: x, axis.meter)
@@ -93,15 +77,11 @@ def start_gather(x: Tensor, axis: Axis, dim: int, after: Tensor | None = None) -
     if torch.compiler.is_compiling():
         return Traced("gather", x, axis, dim, after)
     share = _bytes(x) * (axis.size - 1)
-    if exchanges(x) and _bytes(x) * axis.size <= _SMALL_GATHER:
-        axis.meter.exchange(share, axis.group)
-        parts, work, source = _exchange(x.expand(axis.size, *x.shape), axis)
-    else:
-        axis.meter.ring(share, axis.group)
-        source = x.contiguous()
-        buffer = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-        work = start_all_gather(buffer, source, axis.group)
-        parts = buffer.view(axis.size, *x.shape)
+    axis.meter.ring(share, axis.group)
+    source = x.contiguous()
+    buffer = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    work = start_all_gather(buffer, source, axis.group)
+    parts = buffer.view(axis.size, *x.shape)
     return Pending(work, source, lambda: _joined(parts, dim), axis.meter)
 
 
@@ -119,10 +99,6 @@ def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Waited:
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     parts = x.view(*before, axis.size, length, *after).movedim(dim, 0)
     share = _bytes(x) * (axis.size - 1) / axis.size
-    if exchanges(x):
-        axis.meter.exchange(share, axis.group)
-        received, work, sent = _exchange(parts, axis)
-        return Pending(work, sent, lambda: received.sum(0), axis.meter)
     axis.meter.ring(share, axis.group)
     source = parts.flatten(0, 1).contiguous()
     output = x.new_empty((*before, length, *after))
@@ -139,20 +115,6 @@ def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     dim %= x.dim()
     length = _slice_length(x, axis, dim)
     return x.narrow(dim, axis.rank * length, length)
-
-
-def exchanges(x: Tensor) -> bool:
-    """Whether all-to-all replaces the backend's collective."""
-    return x.device.type == "cpu"
-
-
-def _exchange(parts: Tensor, axis: Axis) -> tuple[Tensor, dist.Work, Tensor]:
-    """Start to send ``parts[r]`` to rank ``r``; returns the buffer of what arrives, by sender."""
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    assert work is not None
-    return received, work, sent
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:

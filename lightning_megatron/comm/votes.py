@@ -3,13 +3,15 @@
 Some decisions must be the same on all ranks, or ranks wait for ever for a peer that decided
 otherwise: to stop because one rank got a signal, to skip a step because one rank found a loss that
 is not finite. Each such question registers a `Vote`. During a batch every rank puts a number into
-it; once per batch, after the backward and before the update, all votes are settled together. Each
-rank then sees the largest number of every vote and, of votes by rank, the number of every rank.
+it; once per batch, after the backward and before the update, all votes are settled together, by one
+all-gather. Each rank then sees every rank's number of each vote.
 
 The votes take the place of the broadcast by which Lightning tells the ranks of a SIGTERM before
 every batch. That broadcast sends only signals that reached rank 0, and goes through the device,
-whose queue it empties. Votes stay on the host, and go up and down a tree (`comm.tree`): 8 bytes a
-vote, and 8 bytes a rank of each vote that is kept by rank.
+whose queue it empties. Votes stay on the host: 8 bytes a vote and rank.
+
+The largest number is found after the gather and not by a reduction, as a NaN of any rank has to be
+seen, and what backends make of NaN in a maximum depends on the order.
 """
 
 import math
@@ -18,10 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_megatron.comm.tree import Tree
-from lightning_megatron.comm.tree_group import tree_of
+from lightning_megatron._torch import gather_now
 from lightning_megatron.errors import ConfigError
 
 
@@ -31,17 +31,16 @@ class Vote:
     Args:
         name: name of the vote, the same on every rank.
         default: number of a rank that has put none in this batch.
-        by_rank: whether to keep the number of every rank, or only the largest.
 
     Attributes:
+        values: numbers by global rank, as they were settled last; empty until then.
         max: largest number of the last settled batch; NaN if any is, and before the first.
     """
 
-    def __init__(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> None:
+    def __init__(self, name: str, default: float = 0.0) -> None:
         self.name = name
         self._default = default
-        self.by_rank = by_rank
-        self._values: tuple[float, ...] = ()
+        self.values: tuple[float, ...] = ()
         self.reset()
 
     def put(self, value: float) -> None:
@@ -51,25 +50,14 @@ class Vote:
         """
         self._mine = float(value)
 
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The numbers by global rank, as they were settled last; empty until then.
-
-        Raises:
-            RuntimeError: the vote was registered for its largest number alone.
-        """
-        if not self.by_rank:
-            raise RuntimeError(f"vote {self.name!r} has a largest number only: by_rank=False")
-        return self._values
-
     def settle(self, values: Sequence[float]) -> None:
-        """Take what all ranks have put, or the largest of it alone."""
-        self._values = tuple(values)
-        self.max = math.nan if any(map(math.isnan, values)) else max(values)
+        """Take what all ranks have put."""
+        self.values = tuple(values)
+        self.max = _largest(values)
 
     def reset(self) -> None:
         """Forget what was put and settled."""
-        self._values = ()
+        self.values = ()
         self.max = math.nan
         self._mine = self._default
 
@@ -89,23 +77,19 @@ class PerBatchVotes:
     def __init__(self) -> None:
         self._votes: dict[str, Vote] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._tree: Tree | None = None
+        self._together = False
         self._group: dist.ProcessGroup | None = None
         self._compared = False
 
-    def register(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> Vote:
+    def register(self, name: str, default: float = 0.0) -> Vote:
         """The vote of this name; made where there is none, on every rank in the same order.
 
         Args:
             name: says what it is.
             default: see `Vote`; counts when the vote is made.
-            by_rank: whether `Vote.values` is needed; who only needs `Vote.max` saves the bytes.
         """
         if name not in self._votes:
-            self._votes[name] = Vote(name, default, by_rank=by_rank)
-            self._compared = False
-        elif by_rank and not self._votes[name].by_rank:
-            self._votes[name].by_rank = True
+            self._votes[name] = Vote(name, default)
             self._compared = False
         return self._votes[name]
 
@@ -123,8 +107,7 @@ class PerBatchVotes:
         Args:
             group: all processes, for tensors on the host; None for the default group.
         """
-        together = dist.is_initialized() and dist.get_world_size() > 1
-        self._tree = tree_of(group) if together else None
+        self._together = dist.is_initialized() and dist.get_world_size() > 1
         self._group = group
         self._compared = False
         for vote in self._votes.values():
@@ -133,56 +116,35 @@ class PerBatchVotes:
     def settle(self) -> None:
         """Let every rank see what all have put; collective."""
         votes = list(self._votes.values())
-        if self._tree is not None and not self._compared:
+        if self._together and not self._compared:
             self._compare()
-        by_rank = [vote for vote in votes if vote.by_rank]
-        others = [vote for vote in votes if not vote.by_rank]
-        columns = self._settled([s.take() for s in by_rank], [s.take() for s in others])
-        for vote, column in zip((*by_rank, *others), columns, strict=True):
+        columns = self.exchange([vote.take() for vote in votes])
+        for vote, column in zip(votes, columns, strict=True):
             vote.settle(column)
         for listener in self._listeners:
             listener()
 
-    def _settled(self, by_rank: list[float], others: list[float]) -> list[tuple[float, ...]]:
-        """Every rank's numbers of the first kind, the largest alone of the others."""
-        if self._tree is None or not by_rank:
-            return [(value,) for value in (*by_rank, *self.largest(others))]
-        rows, size, kept = (
-            self._tree.gather(_tensor([*by_rank, *others])),
-            self._tree.size,
-            len(by_rank),
-        )
-        answer = torch.empty(size * kept + len(others), dtype=torch.float64)
-        if rows is not None:
-            answer[: size * kept] = rows[:, :kept].T.flatten()
-            answer[size * kept :] = rows[:, kept:].amax(0)
-        self._tree.broadcast(answer)
-        numbers = answer.tolist()
-        columns = [tuple(numbers[i * size : (i + 1) * size]) for i in range(kept)]
-        return [*columns, *((value,) for value in numbers[size * kept :])]
-
     def exchange(self, mine: Sequence[float]) -> list[tuple[float, ...]]:
         """Gather each number from every rank; collective."""
-        if self._tree is None or not mine:
+        if not self._together or not mine:
             return [(value,) for value in mine]
-        rows = self._tree.all_gather(_tensor(mine)).tolist()
-        return list(zip(*rows, strict=True))
+        local = torch.tensor(mine, dtype=torch.float64)
+        found = local.new_empty(dist.get_world_size() * len(mine))
+        gather_now(found, local, self._group)
+        return list(zip(*found.view(-1, len(mine)).tolist(), strict=True))
 
     def largest(self, mine: Sequence[float]) -> list[float]:
         """Reduce each number to the largest of all ranks, or NaN if one is; collective."""
-        if self._tree is None or not mine:
-            return list(mine)
-        found: list[float] = self._tree.reduce(_tensor(mine), lambda rows: rows.amax(0)).tolist()
-        return found
+        return [_largest(values) for values in self.exchange(mine)]
 
     def _compare(self) -> None:
         """Numbers in other votes, or another number of them, would mean something else."""
-        mine = [(vote.name, vote.by_rank) for vote in self._votes.values()]
+        mine = list(self._votes)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._group)
         differing = [rank for rank, votes in enumerate(everyone) if votes != everyone[0]]
         if differing:
-            first, other = ([name for name, _ in everyone[r]] for r in (0, differing[0]))
+            first, other = everyone[0], everyone[differing[0]]
             raise ConfigError(
                 f"rank 0 exchanges {first} in every batch, rank {differing[0]} {other}; nearest "
                 "valid: the same callbacks on every rank"
@@ -190,5 +152,6 @@ class PerBatchVotes:
         self._compared = True
 
 
-def _tensor(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
+def _largest(values: Sequence[float]) -> float:
+    """The largest number, or NaN if one is."""
+    return math.nan if any(map(math.isnan, values)) else max(values)

@@ -452,7 +452,6 @@ def _shard(
     _refuse_early_hooks(module, roots, plan.trunk if pipelined else None)
     shared = _shared_between_stages(plan.trunk) if pipelined else set()
     divided = {p for root in roots for p in root.parameters() if not has_no_rows(p)} - shared
-    names = {child: name for name, child in module.named_modules()}
     sharding = transforms.sharding
     apart = topology.experts is not topology.dense
     inner = [layer for layer in scope.modules() if apart and is_expert_layer(layer)]
@@ -463,10 +462,10 @@ def _shard(
         inner, found = ([u for u in part if u in of_items] for part in (inner, found))
     for layer in inner:
         ready(layer, divided)
-        data.wrap(layer, names[layer])
+        data.wrap(layer)
     for unit in found:
         ready(unit, divided)
-        data.wrap(unit, names[unit], stage=0 if by_hand else None)
+        data.wrap(unit, stage=0 if by_hand else None)
     if pipelined and plan.trunk is not None:
         for stage, items in enumerate(plan.trunk.stage_items):
             inside = set(items.modules())
@@ -501,24 +500,18 @@ def _wrap_roots(
     if topology.pp.size > 1:
         assert plan.trunk is not None
         for stage, items in enumerate(plan.trunk.stage_items):
-            data.wrap(
-                items,
-                f"stage {plan.stages_of_rank(topology.pp.rank)[stage]}",
-                stage=stage,
-                leave=between,
-            )
+            data.wrap(items, stage=stage, leave=between)
         types, stages = transforms.types, plan.trunk.stage_items
         if between and types.parameters is not None:
             data.copies = TiedHalfParams(
                 step.module, between, types.parameters, types.reduction, stages
             )
     elif transforms.manual_optimization:
-        names = {child: name for name, child in step.module.named_modules()}
         for child in _with_forward(step.module):
             if not isinstance(child, FSDPModule) and any(True for _ in child.parameters()):
-                data.wrap(child, names[child], stage=0)
+                data.wrap(child, stage=0)
     else:
-        data.wrap(step, "", stage=0)
+        data.wrap(step, stage=0)
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:

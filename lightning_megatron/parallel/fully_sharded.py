@@ -43,14 +43,7 @@ from lightning_megatron._torch import (
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.optim.sharded_step import RowShard
-from lightning_megatron.parallel.fsdp_comm import (
-    END_BACKWARD,
-    END_FORWARD,
-    RollCall,
-    UnitGather,
-    UnitReduceScatter,
-    count_sums,
-)
+from lightning_megatron.parallel.fsdp_comm import UnitGather, UnitReduceScatter, count_sums
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.plan import expert_parameters, is_expert_layer
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
@@ -60,7 +53,7 @@ from lightning_megatron.parallel.zero import (
     dim_to_divide,
     has_no_rows,
 )
-from lightning_megatron.topology.mesh import Levels, ParameterAxes, Topology
+from lightning_megatron.topology.mesh import ParameterAxes, Topology
 
 
 class FullySharded(ZeroDataParallel):
@@ -105,14 +98,9 @@ class FullySharded(ZeroDataParallel):
         self.copies: TiedHalfParams | None = None
         self._names: Mapping[nn.Parameter, str] = {}
         self._storages: dict[nn.Parameter, torch.UntypedStorage] = {}
-        on_host = topology.device.type == "cpu"
-        self._roll = RollCall(topology.loss.group, on_host=on_host)
-        levels = topology.levels("fsdp") if on_host else None
-        self._dense = self._experts = _Mesh(topology.dense, topology.zero_mesh(), levels)
+        self._dense = self._experts = _Mesh(topology.dense, topology.zero_mesh())
         if experts and topology.experts is not topology.dense:
-            levels = topology.levels("efsdp") if on_host else None
-            self._experts = _Mesh(topology.experts, topology.expert_mesh(), levels)
-        self._whole = self._roll.enter("")
+            self._experts = _Mesh(topology.experts, topology.expert_mesh())
         self._lacked: set[Any] = set()
         self._filled: list[Any] = []
         self._sent: tuple[dist.Work, Tensor] | None = None
@@ -120,7 +108,6 @@ class FullySharded(ZeroDataParallel):
     def wrap(
         self,
         module: nn.Module,
-        name: str,
         *,
         stage: int | None = None,
         leave: Collection[nn.Parameter] = (),
@@ -129,7 +116,6 @@ class FullySharded(ZeroDataParallel):
 
         Args:
             module: what is gathered and freed as one.
-            name: its dotted name, for errors.
             stage: for the outermost unit, which of this rank's stages it belongs to.
             leave: parameters to leave alone, besides those that cannot be sharded.
         """
@@ -145,7 +131,7 @@ class FullySharded(ZeroDataParallel):
             ignored_params=unmanaged,
         )
         assert isinstance(module, FSDPModule)
-        number = self._count(module, name, over)
+        self._count(module, over)
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         self._filled += fill_missing_gradients(module, self._lacked)
         if works_in_place(module):
@@ -157,7 +143,6 @@ class FullySharded(ZeroDataParallel):
         if stage is not None:
             self._stage(stage).roots.append(module)
             let_units_run_first(module)
-            module.register_forward_hook(lambda *_: self._roll.compare(END_FORWARD, number))
 
     def _policy_for(
         self, module: nn.Module, unmanaged: Collection[nn.Parameter]
@@ -170,17 +155,15 @@ class FullySharded(ZeroDataParallel):
             return replace(self._policy, reduce_dtype=torch.float32)
         return self._policy
 
-    def _count(self, unit: FSDPModule, name: str, over: "_Mesh") -> int:
-        """Have what the unit sends counted; returns its number on the roll."""
+    def _count(self, unit: FSDPModule, over: "_Mesh") -> None:
+        """Have what the unit sends counted."""
         meter = self._topology.loss.meter
-        number = self._roll.enter(name)
-        gather: Any = UnitGather(meter, self._roll, number)  # torch keeps the interfaces' names
-        scatter: Any = UnitReduceScatter(meter, self._roll, number, over.levels)
+        gather: Any = UnitGather(meter)  # torch keeps the interfaces' names
+        scatter: Any = UnitReduceScatter(meter)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
         if over.axes.copies.size > 1:
             unit.set_all_reduce_hook(count_sums(over.axes.copies))
-        return number
 
     @property
     def units(self) -> Sequence[FSDPModule]:
@@ -237,7 +220,6 @@ class FullySharded(ZeroDataParallel):
     def finish(self) -> None:
         self._refuse_hooks()
         self._refuse_assignments()
-        self._roll.compare(END_BACKWARD, self._whole)
         self._drop_gradients_of_nobody()
         if self.copies is not None:
             self.copies.finish()
@@ -414,8 +396,6 @@ class _Mesh:
 
     axes: ParameterAxes
     mesh: DeviceMesh
-    levels: Levels | None
-    """The ranks that divide them, inside and across nodes; None where nobody exchanges so."""
 
 
 def _placement(

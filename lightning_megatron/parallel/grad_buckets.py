@@ -12,9 +12,7 @@ all ranks agree whatever each of them found unused. What a bucket becomes depend
   once. ZeRO 2 does this for every microbatch, and adds the rows up.
 
 With ``P`` elements and ``n`` ranks that is ``2 P (n - 1) / n`` sent by each rank for whole
-gradients, and half of it for rows. gloo's reduce-scatter is an all-reduce of which most is dropped,
-so on CPUs every rank sends each other rank its part and adds what arrives to its own, over several
-nodes in two levels (`comm.two_levels`); elsewhere the parts are padded to equal lengths.
+gradients, and half of it for rows, whose parts are padded to equal lengths.
 
 A rank that has no gradient for a parameter counts as zeros, and a gradient that no rank has stays
 None: every part ends with one flag per member that says whether this rank had one. Gradients
@@ -25,7 +23,7 @@ SyncBatchNorm, may then come between two buckets in any order.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,10 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron._torch import start_reduce_scatter
-from lightning_megatron.comm.scratch import Scratch
-from lightning_megatron.comm.two_levels import TwoLevelSum, Wires
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter
 
 BUCKET_BYTES = 25 << 20
@@ -54,15 +49,12 @@ class ReductionGroups:
     """The ranks that divide the rows of parameters; None where none are divided."""
     replicate: dist.ProcessGroup | None = None
     """The ranks that own the same rows; None where there are no others."""
-    levels: Levels | None = None
-    """``shard`` inside and across nodes; None where it is on one node."""
 
 
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter]
     groups: ReductionGroups
-    wires: Wires | None = None
     waiting: set[int] = field(default_factory=set)
     """Positions of the parameters whose gradient is still to come."""
     watched: set[int] = field(default_factory=set)
@@ -71,23 +63,12 @@ class _Bucket:
     """The parameters that take part in the reduction that is under way, or in the batch's rows."""
     had: set[int] = field(default_factory=set)
     """Positions among the members for which this rank has had a gradient in this batch."""
-    work: dist.Work | TwoLevelSum | None = None
+    work: dist.Work | None = None
     sent: Tensor | None = None
     """The tensor given to the collective; it stays until it has ended."""
     received: Tensor | None = None
     total: Tensor | None = None
     """This rank's part with its flags, summed over the microbatches of a batch."""
-    lent: list["weakref.ref[Tensor]"] = field(default_factory=list)
-    """Gradients of rows that were made of the latest total."""
-    last_total: Tensor | None = None
-
-    def new_total(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a total: that of an earlier batch, if nobody has a part of it any more."""
-        last = self.last_total
-        free = last is not None and not any(part() is not None for part in self.lent)
-        if last is not None and free and (len(last), last.dtype) == (numel, dtype):
-            return last
-        return torch.empty(numel, dtype=dtype)
 
 
 class GradientBuckets:
@@ -101,7 +82,6 @@ class GradientBuckets:
         bucket_bytes: size at which a bucket is full.
         reduction: format of the sums; None: that of the gradients, at least float32.
         meter: counts what is sent, and how long nothing else is done.
-        scratch: memory for what is sent.
 
     Attributes:
         whole: whether ``.grad`` is to hold the mean, also where rows have owners; these get them if
@@ -118,17 +98,12 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         reduction: torch.dtype | None = None,
         meter: Meter | None = None,
-        scratch: Scratch | None = None,
     ) -> None:
         self._meter = Meter() if meter is None else meter
-        self._scratch = Scratch() if scratch is None else scratch
         self._rows = rows or {}
         self._names = names or {}
         self._reduction = reduction
         self._buckets = _in_buckets(parameters, groups, bucket_bytes)
-        for bucket in self._buckets:
-            if (levels := bucket.groups.levels) is not None:
-                bucket.wires = Wires(levels, self._meter, self._scratch)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._started = 0
         self._armed = False
@@ -167,20 +142,14 @@ class GradientBuckets:
         self.start(last=self._last)
         self._armed = False
         self._started = 0
-        self._advance(waits=True)
         for bucket in self._buckets:
             if bucket.work is None:
                 continue
-            if isinstance(bucket.work, TwoLevelSum):
-                bucket.work.wait()  # counts its levels itself
-            else:
-                self._meter.wait(bucket.work)
+            self._meter.wait(bucket.work)
             if self._sums(bucket):
                 self._write(bucket)
             else:
                 self._add_part(bucket)
-            self._scratch.give(bucket.sent)
-            self._scratch.give(bucket.received)
             bucket.work = bucket.sent = bucket.received = None
 
     def settle(self) -> None:
@@ -191,7 +160,7 @@ class GradientBuckets:
             self._meter.wait(work)
         for bucket in buckets:
             self._give_rows(bucket)
-            bucket.last_total, bucket.total, bucket.had = bucket.total, None, set()
+            bucket.total, bucket.had = None, set()
 
     def forget(self) -> None:
         """Drop what was reduced of a batch that did not end."""
@@ -231,14 +200,7 @@ class GradientBuckets:
         while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
             self._start_next()
 
-    def _advance(self, *, waits: bool = False) -> None:
-        """Begin the second levels of sums whose first is over, in the order of the buckets."""
-        for bucket in self._buckets:
-            if isinstance(bucket.work, TwoLevelSum) and not bucket.work.advance(waits=waits):
-                return
-
     def _start_next(self) -> None:
-        self._advance()
         bucket = self._buckets[self._started]
         self._started += 1
         if self._sums(bucket) and not self._last:
@@ -258,9 +220,7 @@ class GradientBuckets:
         else:
             self._start_scatter(bucket, wide, flags)
             bucket.had.update(i for i, has in enumerate(held) if has)
-        assert bucket.work is not None
-        if not isinstance(bucket.work, TwoLevelSum):
-            self._meter.started(bucket.work)
+        self._meter.started(bucket.work)
 
     def _rows_of(self, bucket: _Bucket) -> list[OwnedRows]:
         return [self._rows[parameter] for parameter in bucket.members]
@@ -276,10 +236,7 @@ class GradientBuckets:
             (torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.detach()).reshape(-1)
             for p in bucket.members
         ]
-        numel = sum(piece.numel() for piece in pieces) + len(flags)
-        flat = self._scratch.take(numel, wide, flags.device)
-        torch.cat([*(piece.to(wide) for piece in pieces), flags], out=flat)
-        bucket.sent = flat
+        bucket.sent = flat = torch.cat([*(piece.to(wide) for piece in pieces), flags])
         everyone = bucket.groups.everyone
         bucket.work = dist.all_reduce(flat, group=everyone, async_op=True)
         ranks = everyone.size()
@@ -308,60 +265,6 @@ class GradientBuckets:
     # Rows ----------------------------------------------------------------------------------------
 
     def _start_scatter(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
-        if flags.device.type == "cpu" and bucket.wires is not None:
-            self._start_two_levels(bucket, wide, flags, bucket.wires)
-        elif flags.device.type == "cpu":
-            self._start_exchange(bucket, wide, flags)
-        else:
-            self._start_padded(bucket, wide, flags)
-        for parameter in bucket.members:
-            parameter.grad = None
-
-    def _start_exchange(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
-        """Send every other rank its part, and begin with the sum of this one's."""
-        group = bucket.groups.shard
-        assert group is not None
-        ranks, mine = group.size(), group.rank()
-        members = self._rows_of(bucket)
-        sizes = _part_sizes(members, ranks)
-        to_send = [0 if rank == mine else size for rank, size in enumerate(sizes)]
-        to_receive = [0 if rank == mine else sizes[mine] for rank in range(ranks)]
-        sent = self._scratch.take(sum(to_send), wide, flags.device)
-        for rank, part in enumerate(torch.split(sent, to_send)):
-            if rank != mine:
-                _fill(part, members, rank)
-                part[-len(flags) :] = flags
-        if bucket.total is not None:
-            _add(bucket.total, members, mine)
-            bucket.total[-len(flags) :] += flags
-        else:
-            total = bucket.new_total(sizes[mine], wide)
-            _fill(total, members, mine)
-            total[-len(flags) :] = flags
-            bucket.total = total
-        bucket.sent = sent
-        bucket.received = self._scratch.take(sum(to_receive), wide, flags.device)
-        self._meter.exchange(sent.numel() * sent.element_size(), group)
-        bucket.work = dist.all_to_all_single(
-            bucket.received, sent, to_receive, to_send, group=group, async_op=True
-        )
-
-    def _start_two_levels(
-        self, bucket: _Bucket, wide: torch.dtype, flags: Tensor, wires: Wires
-    ) -> None:
-        """Start the exchange on two levels, so that the sum of a node leaves it once."""
-        group = bucket.groups.shard
-        assert group is not None
-        members, count = self._rows_of(bucket), len(flags)
-        sizes = _part_sizes(members, group.size())
-
-        def fill(part: Tensor, rank: int) -> None:
-            _fill(part, members, rank)
-            part[-count:] = flags
-
-        bucket.work = TwoLevelSum(wires, sizes, fill, wide)
-
-    def _start_padded(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
         group = bucket.groups.shard
         assert group is not None
         ranks, members = group.size(), self._rows_of(bucket)
@@ -380,26 +283,15 @@ class GradientBuckets:
         bucket.sent, bucket.received = sent, sent.new_empty(length)
         self._meter.ring(sent.numel() * sent.element_size() * (ranks - 1) / ranks, group)
         bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
+        for parameter in bucket.members:
+            parameter.grad = None
 
     def _add_part(self, bucket: _Bucket) -> None:
-        if isinstance(bucket.work, TwoLevelSum):
-            part = bucket.work.result
-            if bucket.total is not None:
-                bucket.total.add_(part)
-            else:
-                bucket.total = bucket.new_total(len(part), part.dtype).copy_(part)
-            bucket.work.release()
-            return
-        received = bucket.received
-        assert received is not None
-        if received.device.type == "cpu":
-            assert bucket.total is not None
-            for part in torch.split(received, len(bucket.total)):
-                bucket.total.add_(part)
-        elif bucket.total is None:
-            bucket.total = received
+        assert bucket.received is not None
+        if bucket.total is None:
+            bucket.total = bucket.received
         else:
-            bucket.total.add_(received)
+            bucket.total.add_(bucket.received)
 
     def _sum_over_copies(self, bucket: _Bucket) -> dist.Work:
         group, total = bucket.groups.replicate, bucket.total
@@ -415,8 +307,6 @@ class GradientBuckets:
     def _give_rows(self, bucket: _Bucket) -> None:
         total, members = bucket.total, self._rows_of(bucket)
         assert total is not None
-        bucket.lent = []
-        padded = total.device.type != "cpu"
         total, flags = total[: -len(members)], total[-len(members) :]
         total.mul_(1.0 / bucket.groups.everyone.size())
         held = _holders(flags, len(bucket.had) == len(members))
@@ -428,10 +318,9 @@ class GradientBuckets:
                 part = total[offset : offset + size].view(shape)
                 if rows.gradient is None:
                     rows.gradient = part
-                    bucket.lent.append(weakref.ref(part))
                 else:
                     rows.gradient.add_(part)
-            offset += rows.numel_of(0) if padded else size
+            offset += rows.numel_of(0)
 
 
 def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
@@ -444,34 +333,6 @@ def _holders(flags: Tensor, complete: bool) -> list[float]:
     Reading the flags waits for the device, so only a rank that misses a gradient looks.
     """
     return [1.0] * len(flags) if complete else flags.tolist()
-
-
-def _parts(members: Sequence[OwnedRows], rank: int) -> Iterator[tuple[Tensor | None, int, int]]:
-    """Gradient of the rows that ``rank`` owns of every member, and place and size in its part."""
-    offset = 0
-    for rows in members:
-        size, gradient = rows.numel_of(rank), rows.parameter.grad
-        if size:
-            own = None if gradient is None else rows.part_of(gradient.detach(), rank).reshape(-1)
-            yield own, offset, size
-        offset += size
-
-
-def _part_sizes(members: Sequence[OwnedRows], ranks: int) -> list[int]:
-    """Elements of each rank's part of a bucket, with the flags."""
-    return [sum(rows.numel_of(rank) for rows in members) + len(members) for rank in range(ranks)]
-
-
-def _fill(part: Tensor, members: Sequence[OwnedRows], rank: int) -> None:
-    for gradient, offset, size in _parts(members, rank):
-        target = part[offset : offset + size]
-        target.zero_() if gradient is None else target.copy_(gradient)
-
-
-def _add(part: Tensor, members: Sequence[OwnedRows], rank: int) -> None:
-    for gradient, offset, size in _parts(members, rank):
-        if gradient is not None:
-            part[offset : offset + size].add_(gradient)
 
 
 @dataclass(frozen=True)

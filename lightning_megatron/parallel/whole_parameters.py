@@ -31,7 +31,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.gradients import ParameterRole
@@ -129,7 +128,7 @@ class WholeParameters(ZeroDataParallel):
             roles: roles of all parameters.
             experts: whether any rank has experts.
         """
-        meter, scratch = self._topology.loss.meter, Scratch()
+        meter = self._topology.loss.meter
         groups: dict[nn.Parameter, ReductionGroups] = {}
         for axes in self._topology.all_axes if experts else (self._topology.dense,):
             own = self._groups(axes)
@@ -138,8 +137,7 @@ class WholeParameters(ZeroDataParallel):
             members = {r.parameter for r in roles if r.axes(self._topology) is axes}
             groups |= dict.fromkeys(members, own)
             if own.shard is not None:
-                gather = RowGather(own.shard, meter, scratch=scratch, levels=own.levels)
-                self._gathers.append((gather, members))
+                self._gathers.append((RowGather(own.shard, meter), members))
         if not groups:
             return
         self._buckets = [
@@ -150,7 +148,6 @@ class WholeParameters(ZeroDataParallel):
                 names={role.parameter: role.name for role in roles},
                 reduction=self._types.reduction,
                 meter=meter,
-                scratch=scratch,
             )
             for stage in stages
         ]
@@ -170,8 +167,7 @@ class WholeParameters(ZeroDataParallel):
         hybrid = axes.copies.size > 1
         shard = topology.new_group(axes.shard.name) if hybrid else everyone
         copies = topology.new_group(axes.copies.name) if hybrid else None
-        levels = topology.levels(axes.shard.name) if topology.device.type == "cpu" else None
-        return replace(groups, shard=shard, replicate=copies, levels=levels)
+        return replace(groups, shard=shard, replicate=copies)
 
     def _gather_of(self, parameter: nn.Parameter) -> RowGather | None:
         return next((gather for gather, members in self._gathers if parameter in members), None)

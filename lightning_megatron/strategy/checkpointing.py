@@ -347,7 +347,7 @@ class Checkpointing:
             trainer,
             Peers(self._run.host_group),
             Peers(self._local_group),
-            vote=self._run.votes.register("local checkpoint", by_rank=False),
+            vote=self._run.votes.register("local checkpoint"),
             save=self.save_local,
             report=self._report_local,
         )

@@ -99,8 +99,8 @@ class CoordinatedStop:
         self._requeues = False
         self._mend = None
         votes = self._run.votes
-        self._vote = votes.register("stop signal", by_rank=False)
-        self._should_stop = votes.register("trainer.should_stop", by_rank=False)
+        self._vote = votes.register("stop signal")
+        self._should_stop = votes.register("trainer.should_stop")
         votes.start(self._run.host_group)
         connector = StopConnector(
             trainer,

@@ -43,27 +43,6 @@ Parts: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Levels:
-    """Groups inside the nodes and across them, for a group that spans several nodes."""
-
-    inside: dist.ProcessGroup
-    """Group of the ranks of this node."""
-    across: dist.ProcessGroup
-    """Group of the ranks at the same place on their nodes, one of each node."""
-    table: tuple[tuple[int, ...], ...]
-    """Ranks of every node (row) at every place (column), numbered as the group numbers them."""
-    node: int
-    """Row of this rank, which is its rank in ``across``."""
-    place: int
-    """Column of this rank, which is its rank in ``inside``."""
-
-    @property
-    def places(self) -> range:
-        """Range of the columns."""
-        return range(len(self.table[0]))
-
-
-@dataclass(frozen=True)
 class ParameterAxes:
     """Axes over which one kind of parameters lies: those of the layers at large, or of experts."""
 
@@ -393,39 +372,6 @@ class Topology:
             alone = group is None or group.size() == 1
             self._parts[axes, parts] = None if alone else group
         return self._parts[axes, parts]
-
-    def levels(self, axes: str) -> Levels | None:
-        """Groups for exchanges in two levels along ``axes``; new ones at each call.
-
-        Every process must call this at the same point.
-
-        Args:
-            axes: name of a mesh or derived axis.
-
-        Returns:
-            The groups; None where the ranks share a node, or are not spread evenly over several.
-        """
-        groups = [tuple(sorted(ranks)) for ranks in groups_along(axes, self.degrees)]
-        found = {ranks: self.nodes.two_levels(ranks) for ranks in groups}
-        if not any(found.values()):
-            return None
-        made: list[dist.ProcessGroup | None] = []
-        for level in ("inside", "across"):
-            lists: list[tuple[int, ...]] = []
-            for ranks, levels in found.items():
-                lists += [(r,) for r in ranks] if levels is None else getattr(levels, level)
-            made.append(split_world(lists, self._timeout))
-        inside, across = made
-        ranks = next(ranks for ranks in groups if self.rank in ranks)
-        levels = found[ranks]
-        for group in made:
-            if group is not None:
-                self.keep(group)
-        if levels is None or inside is None or across is None:
-            return None
-        table = tuple(tuple(map(ranks.index, members)) for members in levels.inside)
-        node = next(i for i, members in enumerate(levels.inside) if self.rank in members)
-        return Levels(inside, across, table, node, levels.inside[node].index(self.rank))
 
     def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Register a group that was made for this layout, for `close` to destroy."""

@@ -13,7 +13,7 @@ Every collective over an axis, and every message of a pipeline, is counted on th
 * *hidden* seconds in which transfers were under way that nobody waited for yet, and the rank did
   not wait for others. Where several are under way at a time they count once, so exposed and
   hidden seconds together are those in which the axis was in use. The messages between stages have
-  none: when one sets out its receiver does not know.
+  none: when one sets out its receiver does not know. Reduce-scatters of gloo have none either.
 
 Counting is a few additions. Exposed time on a CPU is two looks at a clock, and always measured;
 hidden time, and exposed time on a GPU, need a callback or events per transfer, and are measured
@@ -88,7 +88,7 @@ class Meter:
 
     def __init__(self, nodes: Nodes | None = None) -> None:
         self._nodes = nodes if nodes is not None and nodes.count > 1 else None
-        self._shares: dict[str, tuple[float, float, float]] = {}
+        self._shares: dict[str, tuple[float, float]] = {}
         self.calls = 0
         self.bytes = 0
         self.inter_node_bytes = 0
@@ -134,34 +134,32 @@ class Meter:
         total = sum(by_peer.values())
         self.count(total, away / total if total else 0.0)
 
-    def broadcasts(self, sent: float, group: dist.ProcessGroup | None) -> None:
-        """Count a broadcast from every rank of a group, in which ranks pass on what others send."""
-        self.count(sent, self._leaving(group)[2])
-
     def message(self, sent: float, peer: int) -> None:
         """Count a message to one global rank."""
         nodes = self._nodes
         self.count(sent, float(nodes is not None and nodes[peer] != nodes[dist.get_rank()]))
 
-    def _leaving(self, group: dist.ProcessGroup | None) -> tuple[float, float, float]:
-        """Shares of the bytes of a ring, an exchange and broadcasts that go to other nodes."""
+    def _leaving(self, group: dist.ProcessGroup | None) -> tuple[float, float]:
+        """Shares of the bytes of a ring and of an exchange that go to other nodes."""
         nodes = self._nodes
         if nodes is None or group is None:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0
         key = group.group_name  # to hold the group would keep its threads
         if key not in self._shares:
             ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-            ways = nodes.by_ring, nodes.by_exchange, nodes.by_broadcasts
-            ring, exchange, broadcasts = (way(ranks, rank) for way in ways)
-            self._shares[key] = ring, exchange, broadcasts
+            self._shares[key] = nodes.by_ring(ranks, rank), nodes.by_exchange(ranks, rank)
         return self._shares[key]
 
     def started(self, work: dist.Work | None) -> None:
         """Time a transfer that has just been started, if ``timed``."""
         if not self.timed or work is None or torch.cuda.is_available():
             return
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce-scatter does not tell when it ends
+            return
         flight = self._flying[work] = _Flight(time.perf_counter())
-        work.get_future().then(flight.end)
+        future.then(flight.end)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a transfer, and count the time."""

@@ -10,29 +10,12 @@ much of what a rank sends leaves its node depends on the way that a collective t
   a reduce-scatter, and twice that for an all-reduce;
 * an *exchange* sends each other rank a part of its own: of ``L`` ranks on each of ``N`` nodes a
   rank sends ``(N L - L) / (N L - 1)`` of its bytes to other nodes. Each node sends
-  ``n L (N-1)/N`` for a reduce-scatter, more than a ring if ``L > 1``;
-* a *broadcast* from each rank, as gloo does it, follows a tree: each rank sends as much as in an
-  exchange, but trees that know nothing of nodes go to and fro between them: 5 of the 6 messages
-  that the ranks of each of two nodes of two send leave it;
-* an exchange in *two levels* (`TwoLevels`) goes inside the nodes first, and then between ranks of
-  the same place on their nodes: each node sends ``n (N-1)/N``, the least that is possible. The sum
-  of a node leaves it once, whatever the number of its ranks.
+  ``n L (N-1)/N`` for a reduce-scatter, more than a ring if ``L > 1``.
 
 Everything here is arithmetic.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class TwoLevels:
-    """Ranks of a group that form a rectangle of nodes and places on a node."""
-
-    inside: tuple[tuple[int, ...], ...]
-    """Ranks of each node, in group order; equally many on each."""
-    across: tuple[tuple[int, ...], ...]
-    """Ranks of each place, one of every node."""
 
 
 class Nodes:
@@ -73,44 +56,3 @@ class Nodes:
         """
         others = [other for other in ranks if other != rank]
         return sum(self._of[other] != self._of[rank] for other in others) / max(len(others), 1)
-
-    def by_broadcasts(self, ranks: Sequence[int], rank: int) -> float:
-        """Share of what ``rank`` sends where each of ``ranks`` broadcasts as much by gloo's tree.
-
-        >>> nodes = Nodes(["a", "a", "b", "b"])
-        >>> [nodes.by_broadcasts(range(4), rank) * 3 for rank in range(4)]
-        [2.0, 3.0, 2.0, 3.0]
-        """
-        size, mine, crossing = len(ranks), list(ranks).index(rank), 0
-        for root in range(size):
-            step, place = 1, (mine - root) % size
-            while step < size:
-                if place < step and place + step < size:
-                    other = ranks[(mine + step) % size]
-                    crossing += self._of[other] != self._of[rank]
-                step *= 2
-        return crossing / max(size - 1, 1)
-
-    def two_levels(self, ranks: Sequence[int]) -> TwoLevels | None:
-        """Levels of a group.
-
-        None where a level would be empty, where the nodes hold unequally many, and where the ranks
-        of a place do not follow each other as the nodes do, as process groups number by rank.
-
-        Args:
-            ranks: global ranks in ascending order.
-
-        >>> Nodes(["a", "a", "b", "b"]).two_levels((0, 1, 2, 3))
-        TwoLevels(inside=((0, 1), (2, 3)), across=((0, 2), (1, 3)))
-        """
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_node.setdefault(self._of[rank], []).append(rank)
-        inside = tuple(map(tuple, by_node.values()))
-        sizes = {len(members) for members in inside}
-        if len(inside) == 1 or len(sizes) > 1 or sizes == {1}:
-            return None
-        across = tuple(zip(*inside, strict=True))
-        if any(list(members) != sorted(members) for members in across):
-            return None
-        return TwoLevels(inside, across)

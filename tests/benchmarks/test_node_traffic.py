@@ -25,5 +25,5 @@ def test_metric_formula_and_interface_agree(tmp_path: Path, only: str, lines: in
     for row in rows:
         formula, metric, interface = map(float, row[2:5])
         assert metric == pytest.approx(formula, rel=0.01)
-        # Headers, and what ranks agree on beside the layers.
-        assert metric < interface < 1.05 * metric
+        # Headers, what ranks agree on beside the layers, and gloo's reduce-scatter, an all-reduce.
+        assert metric < interface < (1.55 if "reduce-scatter" in row[1] else 1.05) * metric

@@ -2,7 +2,6 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 
@@ -73,11 +72,7 @@ def test_ranks_of_a_group_agree_without_the_others(pool):
 
 def same_job(kind):
     dist.init_process_group("gloo")
-    made = {
-        "some ranks": lambda: dist.new_group([1, 2, 3, 4, 5]),
-        "tree": lambda: new_tree_group("aaabbb"),
-    }
-    peers = Peers(made[kind]() if kind in made else None)
+    peers = Peers(dist.new_group([1, 2, 3, 4, 5]) if kind == "some ranks" else None)
     if kind == "some ranks" and dist.get_rank() == 0:
         return None
     said = {"all": "same", "half": peers.rank // 3, "own": peers.rank}
@@ -102,22 +97,17 @@ def same_job(kind):
     return [*seen, str(info.value)], sent
 
 
-def texts_job(kind):
-    peers = Peers(group_of(kind))
+def texts_job():
+    dist.init_process_group("gloo")
+    peers = Peers()
     texts = [f"{peers.rank}>{other}".encode() * (peers.rank * other) for other in range(2)]
     taken = peers.deliver(texts)
     answers = [text * 2 for text in taken] or [b""] * peers.size
     return taken, peers.hand_out(answers, 2), peers.deliver([b""]), peers.hand_out([b""] * 4, 4)
 
 
-def group_of(kind):
-    dist.init_process_group("gloo")
-    return new_tree_group(["a", "a", "b", "b"]) if kind == "tree" else None
-
-
-@pytest.mark.parametrize("kind", ["default group", "tree"])
-def test_texts_of_any_length_go_to_some_ranks_and_back(pool, kind):
-    for rank, (taken, answers, *nothing) in enumerate(pool.run(4, texts_job, kind)):
+def test_texts_of_any_length_go_to_some_ranks_and_back(pool):
+    for rank, (taken, answers, *nothing) in enumerate(pool.run(4, texts_job)):
         if rank < 2:
             assert taken == [f"{other}>{rank}".encode() * (other * rank) for other in range(4)]
         else:
@@ -128,7 +118,7 @@ def test_texts_of_any_length_go_to_some_ranks_and_back(pool, kind):
     assert alone.deliver([b"x"]) == alone.hand_out([b"x"], 1) == [b"x"]
 
 
-@pytest.mark.parametrize("kind", ["default group", "some ranks", "tree"])
+@pytest.mark.parametrize("kind", ["default group", "some ranks"])
 def test_what_ranks_have_in_common_travels_once(pool, kind):
     results = [result for result in pool.run(6, same_job, kind) if result is not None]
     size = len(results)

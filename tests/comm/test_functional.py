@@ -1,7 +1,5 @@
 """Collectives with a gradient, against the same arithmetic on stacked tensors in one process."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,12 +44,7 @@ CASES = {
 }
 
 
-def _check(tp, exchange):
-    with mock.patch.object(collectives, "exchanges", return_value=exchange):
-        _check_all(tp)
-
-
-def _check_all(tp, shape=SHAPE, dims=(0, 1, -1)):
+def _check(tp, shape=SHAPE, dims=(0, 1, -1)):
     topology = make_topology(tp)
     axis, rank = topology.tp, topology.tp.rank
     generator = torch.Generator().manual_seed(0)
@@ -69,32 +62,14 @@ def _check_all(tp, shape=SHAPE, dims=(0, 1, -1)):
             assert torch.equal(x, inputs[rank])
 
 
-@pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_forward_and_backward(pool, tp, exchange):
-    pool.run(tp, _check, tp, exchange)
+def test_forward_and_backward(pool, tp):
+    pool.run(tp, _check, tp)
 
 
-@pytest.mark.parametrize(
-    ("tp", "exchange"), [(16, True), pytest.param(64, False, marks=pytest.mark.thorough)]
-)
-def test_forward_and_backward_on_many_ranks(tp, exchange):
-    with mock.patch.object(collectives, "exchanges", return_value=exchange):
-        lockstep.run(tp, _check_all, tp, (tp, 2), (0,))
-
-
-def _large(tp):
-    """Beyond the sizes that are exchanged directly."""
-    axis = make_topology(tp).tp
-    x = torch.full((2, 3), float(axis.rank + 1))
-    expected = torch.arange(1.0, tp + 1)
-    with mock.patch.multiple(collectives, _SMALL_SUM=0, _SMALL_GATHER=0):
-        assert torch.equal(collectives.start_gather(x, axis, 0).wait()[::2, 0], expected)
-        assert torch.equal(collectives.start_sum(x, axis).wait()[0, 0], expected.sum())
-
-
-def test_large_tensors(pool):
-    pool.run(4, _large, 4)
+@pytest.mark.parametrize("tp", [16, pytest.param(64, marks=pytest.mark.thorough)])
+def test_forward_and_backward_on_many_ranks(tp):
+    lockstep.run(tp, _check, tp, (tp, 2), (0,))
 
 
 def _sums_agree(tp):

@@ -4,18 +4,20 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.processes.connection import ConnectionConfig
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import LAYOUTS, Small, dp_of, loader, make_trainer
 
@@ -78,22 +80,52 @@ def test_every_rank_sees_what_all_have_put_before_each_update(
 
 
 def tell_and_save(folder: str) -> list[Any]:
-    """In a world that is too large for one group of the hosts, as this one pretends to be."""
-    with patch("lightning_megatron.strategy.processes.processes.FAN", 2):
+    """Where the default group is not gloo's, as this one pretends."""
+    pretending = SimpleNamespace(**{**vars(dist), "get_backend": lambda: "nccl"})
+    with patch("lightning_megatron.strategy.processes.processes.dist", pretending):
         telling = Telling()
-        checkpoint = CheckpointConfig(mode="async")
-        options = {"zero": 3, "checkpoint": checkpoint}
+        options = {
+            "zero": 3,
+            "checkpoint": CheckpointConfig(mode="async"),
+            "connection": ConnectionConfig(timeout_s=77.0),
+        }
         trainer = make_trainer(options, 4, callbacks=[telling], accumulate_grad_batches=1)
         trainer.fit(Small(), loader(dp=4))
         trainer.save_checkpoint(folder)
-        assert dist.get_backend(trainer.strategy.host_group) == BACKEND  # type: ignore[attr-defined]
+        group = trainer.strategy.host_group  # type: ignore[attr-defined]
+        assert dist.get_backend(group) == "gloo"
+        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77.0
         make_trainer(options, 4).fit(Small(), loader(dp=4), ckpt_path=folder)
         return telling.seen
 
 
-def test_so_it_is_where_the_hosts_are_joined_by_a_tree(pool: WorkerPool, tmp_path: Path) -> None:
+def test_so_it_is_over_a_group_of_the_hosts(pool: WorkerPool, tmp_path: Path) -> None:
     expected = [(b, tuple(10.0 * b + rank for rank in range(4)), (-1.0,) * 4) for b in range(4)]
     assert pool.run(4, tell_and_save, str(tmp_path / "saved")) == [expected] * 4
+
+
+def numbers_of_all() -> list[Any]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    votes, found = PerBatchVotes(), list[Any]()
+    votes.start(dist.new_group())
+    first, second = votes.register("a"), votes.register("b")
+    drawn = torch.get_rng_state()
+    for value in (1.0, math.inf, math.nan):
+        first.put(-value if rank else value)
+        second.put(rank)
+        votes.settle()
+        found.append((first.max, second.max, second.values))
+    assert torch.equal(drawn, torch.get_rng_state())
+    return found
+
+
+def test_the_largest_of_numbers_that_are_not_finite(pool: WorkerPool) -> None:
+    inf, values = math.inf, (0.0, 1.0, 2.0)
+    for *finite, (worst, second, of_all) in pool.run(3, numbers_of_all):
+        assert finite == [(1.0, 2.0, values), (inf, 2.0, values)]
+        assert math.isnan(worst)
+        assert (second, of_all) == (2.0, values)
 
 
 def test_batches_that_do_not_step_are_settled_as_well(pool: WorkerPool) -> None:

@@ -152,8 +152,8 @@ MESSAGES = GLOBAL_BATCH * WIDTH * 8
     [
         # Two nodes of two ranks: of a ring one rank of each node sends to the other node.
         ({"zero": 0}, {"dp": (4 * 1.5 * (WHOLE + FLAGS), 2 * 1.5 * (WHOLE + FLAGS))}),
-        # In two levels: a node's sums, and its rows, go to the other node once.
-        ({"zero": 1}, {"dp": (4 * (1.5 * WHOLE + 3 * FLAGS), 4 * (WHOLE / 2 + FLAGS))}),
+        # A reduce-scatter and a gather around the same ring.
+        ({"zero": 1}, {"dp": (4 * (1.5 * WHOLE + 3 * FLAGS), 2 * (1.5 * WHOLE + 3 * FLAGS))}),
         # Shards are summed over the copies, each of which is on a node of its own.
         (
             {"zero": ShardingConfig(stage=1, dp_replicate=2)},

@@ -1,23 +1,20 @@
 """ZeRO 3 where ranks do different things, and where users look at parts."""
 
-import re
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_megatron
 from lightning_megatron import PipelineConfig
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
-from lightning_megatron.testing import WorkerError, WorkerPool
-from tests.parity.habits import Branches, BranchesInside, Experts, Habit
+from lightning_megatron.testing import WorkerPool
+from tests.parity.habits import Branches, BranchesInside, Habit
 from tests.parity.jobs import quiet_trainer
 from tests.parity.plain_modules import FromMemory
 
@@ -126,72 +123,6 @@ def mixed_job() -> bool:
 
 def test_zeros_are_in_the_format_of_gradients(pool: WorkerPool) -> None:
     assert pool.run(2, mixed_job) == [True, True]
-
-
-class First(Experts):
-    """The rank runs the expert before all else."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        some = self.experts[1](x).sum() if dist.get_rank() else 0.0
-        return F.mse_loss(self(x), y) + some
-
-
-class Unused(Experts):
-    """All run it, some use what it returns."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        some = self.experts[1](x)
-        return F.mse_loss(self(x) + (some if dist.get_rank() else 0.0), y)
-
-
-class InValidation(Habit):
-    """The last thing that a rank does in a step."""
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        out = self(batch[0])
-        if dist.get_rank() == 1:
-            self(batch[0])
-        self.log("mean", out.mean(), sync_dist=True)
-
-
-class Freezes(Habit):
-    """Ranks train different parameters."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.net[0].bias.requires_grad_(dist.get_rank() == 0)
-        return super().training_step(batch, batch_idx)
-
-
-APART: dict[str, tuple[type[L.LightningModule], str]] = {
-    "an expert": (Experts, r"rank 0 gathers experts\.1, rank 1 ends the forward "),
-    "a forward": (First, r"rank 0 gathers net\.0, rank 1 gathers experts\.1: "),
-    "a backward": (Unused, r"rank 0 .*, rank 1 .* experts\.1: "),
-    "validation": (InValidation, r"rank 0 ends the forward .*, rank 1 gathers net\.0: "),
-    "freezing": (
-        Freezes,
-        r"rank 0 reduces the gradients of net\.0 \(56 elements\), rank 1 .* \(48 elements\): ",
-    ),
-}
-
-
-def apart_job(name: str) -> None:
-    train(APART[name][0](), MegatronStrategy(zero=3))
-
-
-@pytest.mark.parametrize("name", APART)
-def test_ranks_that_run_different_units_say_so(pool: WorkerPool, name: str) -> None:
-    """The one that comes last, before gloo ends the process or both wait for ever."""
-    with pytest.raises(WorkerError) as failure:
-        pool.run(2, apart_job, name, grace=0.2)
-    assert isinstance(failure.value.__cause__, ConfigError)
-    text = str(failure.value.__cause__)
-    assert re.match(APART[name][1], text), text
-    assert "nearest valid: zero=2" in text
 
 
 class Unhooked(Habit):

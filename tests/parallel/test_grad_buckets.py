@@ -10,10 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.row_gather import RowGather
 from lightning_megatron.testing import WorkerPool
-from lightning_megatron.topology.degrees import Degrees
-from lightning_megatron.topology.mesh import Topology
 
 WIDTH, LAYERS = 5, 5
 
@@ -174,62 +171,3 @@ def test_a_gradient_that_comes_in_two_parts_is_an_error(pool: WorkerPool) -> Non
     """It would be averaged before it is complete."""
     with pytest.raises(Exception, match=r"layer\.(weight|bias): one backward gave it two.*reentr"):
         pool.run(2, reentrant_job)
-
-
-def levels_job(nodes: str, each: bool) -> list[tuple[Tensor, Tensor]]:
-    """Rows of gradients, and parameters put together of rows, flat and in two levels."""
-    dist.init_process_group("gloo")
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    topology = Topology(Degrees(dp_shard=ranks), torch.device("cpu"), nodes=list(nodes))
-    levels = topology.levels("fsdp")
-    assert levels is not None
-    group = topology.dp_shard.group
-    assert group is not None
-    found = []
-    for chosen in (None, levels):
-        torch.manual_seed(rank)
-        layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)).double()
-        parameters = list(layers.parameters())
-        owned = {p: OwnedRows(p, ranks, rank) for p in parameters}
-        groups = ReductionGroups(everyone=group, shard=group, levels=chosen)
-        reducer = GradientBuckets(
-            parameters,
-            dict.fromkeys(parameters, groups),
-            rows=owned,
-            bucket_bytes=WIDTH * WIDTH * 8,
-        )
-        for index in range(2):
-            if index == 1 or each:
-                reducer.arm()
-            x = torch.randn(2, WIDTH, dtype=torch.float64)
-            for number, layer in enumerate(layers):
-                if number != rank:  # each rank leaves out another
-                    x = torch.tanh(layer(x))
-            x.sum().backward()
-            if index == 1 or each:
-                reducer.finish()
-        reducer.settle()
-        with torch.no_grad():
-            for rows in owned.values():
-                rows.refresh().fill_(1 + rank)
-        gather = RowGather(group, bucket_bytes=WIDTH * 8, levels=chosen)
-        gather.gather(list(owned.values()))
-        gradients = [rows.gradient for rows in owned.values() if rows.gradient is not None]
-        assert len(gradients) == len(parameters)
-        found.append(
-            (
-                torch.cat([g.flatten() for g in gradients]),
-                torch.cat([p.detach().flatten() for p in parameters]),
-            )
-        )
-    return found
-
-
-@pytest.mark.parametrize("each", [False, True], ids=["at the end", "each time"])
-@pytest.mark.parametrize("nodes", ["aabb", "abab", "aabbcc", "aaabbb"])
-def test_two_levels_end_as_one_does(pool: WorkerPool, nodes: str, each: bool) -> None:
-    for (flat, gathered), (ours, also_gathered) in pool.run(len(nodes), levels_job, nodes, each):
-        torch.testing.assert_close(ours, flat, rtol=1e-13, atol=1e-15)
-        assert torch.equal(also_gathered, gathered)
-        owners = 3 if len(nodes) == 4 else 5  # of 2, 2 and 1 rows, or of one each
-        assert set(gathered.tolist()) == set(range(1, 1 + owners))

@@ -1,6 +1,5 @@
 """What ZeRO communicates, keeps and frees."""
 
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -11,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.parallel.row_gather import RowGather
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
@@ -46,8 +44,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and not self.paused:
-            # On CPUs a reduce-scatter is an exchange of the pieces, added up locally.
-            name = func.name().replace("_", "").replace("alltoall", "reducescatter")
+            name = func.name().replace("_", "")
             for kind in KINDS:
                 self.counts[kind] += kind in name
         return func(*args, **(kwargs or {}))
@@ -70,13 +67,7 @@ class Counter(L.Callback):
             mode.paused = False
 
         votes.settle = settle
-        for rows, _ in getattr(trainer.strategy.parallel.data, "_gathers", ()):
-            rows._start = partial(self._gather, rows)  # by broadcasts on CPUs
         self._mode.__enter__()
-
-    def _gather(self, rows: RowGather, bucket: Any) -> None:
-        self._mode.counts["allgather"] += 1
-        RowGather._start(rows, bucket)
 
     def on_train_batch_end(self, trainer: Any, module: nn.Module, *args: Any) -> None:
         self._mode.__exit__(None, None, None)

@@ -3,11 +3,9 @@
 With losses for balance and z-loss; losses that are logged do not contain them.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -176,20 +174,6 @@ def test_lower_precisions_are_close_to_one_process(
             expected, outcome = alone[precision], found[precision]
             within(precision, outcome.losses, expected.losses, loss_tolerance)
             within(precision, outcome.norms, expected.norms, norm_tolerance)
-
-
-def nodes_job(options: dict[str, Any], data: Data) -> Outcome:
-    with mock.patch("socket.gethostname", return_value="ab"[int(os.environ["RANK"]) // 4]):
-        return train_job(options, "mixture", data)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("zero", [1, 3])
-def test_gradients_of_experts_are_summed_in_two_levels(pool: WorkerPool, zero: int) -> None:
-    """Ranks with the same experts are on two nodes, two on each."""
-    data = Data(steps=2)
-    outcomes = pool.run(8, nodes_job, {"ep": 2, "zero": zero}, data)
-    check(outcomes, reference_curve("mixture", data))
 
 
 EXPERT = "model.trunk.layers.0.mlp.experts.up"

@@ -5,8 +5,7 @@ rank plans up to `OFFERS_EACH` chunks alone; for more there are more planners. A
 chunks of its tensors. So it can check that they tile each tensor, and assigns every rectangle that
 several ranks hold to one of them. It sends little to the first rank: for every tensor the shape and
 the runs of its rectangles (chunk_runs.py). So neither work nor memory of any rank grows with the
-number of all chunks. Only the compressed offers pass through the first rank, one planner's after
-the other's, if the ranks are connected as a tree.
+number of all chunks.
 
 Rectangles of a tensor that equally many ranks hold (replicas of a sharded tensor) go to the same
 replica, the one whose ranks have the fewest bytes so far; that keeps the runs long. Parameters are

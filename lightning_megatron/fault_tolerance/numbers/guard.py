@@ -150,7 +150,7 @@ class NumberGuard(pl.Callback):
         clips = trainer.gradient_clip_val or any(one.clips for one in monitors)
         single = automatic and trainer.accumulate_grad_batches == 1
         together = single and not clips and not self._scales_loss()
-        self._sums = strategy.votes.register("gradients", by_rank=False) if together else None
+        self._sums = strategy.votes.register("gradients") if together else None
         strategy.votes.on_settled(self._settled)
         strategy.recovery.accept_step = self._accept_step
         # Under manual optimization a batch has no beginning to return to.

@@ -23,7 +23,6 @@ from lightning_megatron._lightning import (
     destroy_group_at_exit,
 )
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
-from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt, Peer, recall, remember
@@ -63,7 +62,7 @@ class ConnectionConfig:
     def problems(self, from_host: bool = False) -> list[str]:
         """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
         problems = []
-        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake", BACKEND)]
+        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
         # "cpu:gloo,cuda:nccl" names one for each kind of device.
         named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
         for name in named:

@@ -15,8 +15,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 
 from lightning_megatron import env
 from lightning_megatron._lightning import LauncherBase, is_interactive
-from lightning_megatron.comm.tree import FAN
-from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
 from lightning_megatron.launch import interfaces
@@ -204,20 +202,21 @@ class Processes:
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
-        """All processes by a tree; the default group (None) where that is small, and gloo's."""
-        if dist.get_backend() == "gloo" and dist.get_world_size() <= FAN:
+        """All processes over gloo; None for the default group where that is gloo's."""
+        if dist.get_backend() == "gloo":
             return None
         if self._host_group is None:
             self._host_group = self.new_host_group()
         return self._host_group
 
     def new_host_group(self) -> dist.ProcessGroup | None:
-        """Another tree of all processes, for a thread of its own; None for a single process."""
-        size = dist.get_world_size()
-        if size == 1:
+        """Another gloo group of all processes, for a thread of its own; None for one process."""
+        if dist.get_world_size() == 1:
             return None
-        machines = [peer.machine for peer in self.attempt.peers] or [""] * size
-        return new_tree_group(machines, timedelta(seconds=self._config.timeout_s))
+        timeout = timedelta(seconds=self._config.timeout_s)
+        group: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
+        assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
+        return group
 
     def leave_groups_to(self, topology: Topology) -> None:
         """Have the group that was made here destroyed with those of a topology."""

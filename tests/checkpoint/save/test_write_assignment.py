@@ -12,7 +12,6 @@ from lightning_megatron.checkpoint.directory.coverage import run_coverage_fault
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.checkpoint.save import write_assignment as planning
 from lightning_megatron.checkpoint.save.write_assignment import assign, deal
-from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import CheckpointError
 
 
@@ -91,9 +90,8 @@ def test_what_ranks_hold_must_tile_every_tensor(other, message):
         assign([{"w": ("float32", (4,), False, [((0,), (2,))])}, {"w": other}])
 
 
-def planned_by_several_job(path, in_tree):
+def planned_by_several_job(path):
     dist.init_process_group("gloo")
-    group = new_tree_group(["a", "a", "b", "b"]) if in_tree else None
     rank, size, seen = dist.get_rank(), dist.get_world_size(), []
     whole_tensor = torch.arange(24.0).reshape(12, 2)
     (begin, _), (length, _) = rows(rank, size)
@@ -106,21 +104,20 @@ def planned_by_several_job(path, in_tree):
         patch.setattr(
             planning, "assign", lambda o, *of: planned.append((len(o[0]), of)) or assign(o, *of)
         )
-        manifest = save_directory(path, chunks, {"global_step": 1}, group=group)
+        manifest = save_directory(path, chunks, {"global_step": 1})
         seen.append(list(planned))
         if rank == 1:  # a hole in one tensor, which one planner sees
             del chunks["cut3"]
         try:
-            save_directory(path, chunks, {"global_step": 2}, group=group)
+            save_directory(path, chunks, {"global_step": 2})
         except CheckpointError as error:
             seen.append(str(error))
     return seen, sorted(manifest.parts), manifest.tensors["model.cut0"].count
 
 
-@pytest.mark.parametrize("in_tree", [False, True])
-def test_several_ranks_plan_and_see_what_is_theirs_alone(pool, tmp_path, in_tree):
+def test_several_ranks_plan_and_see_what_is_theirs_alone(pool, tmp_path):
     path = tmp_path / "a.ckpt"
-    found = pool.run(4, planned_by_several_job, path, in_tree)
+    found = pool.run(4, planned_by_several_job, path)
     planned = [seen[0] for seen, _, _ in found]
     assert sum(count for each in planned for count, _ in each) == 6
     assert {of for each in planned for _, of in each} == {(rank, 4) for rank in range(4)}
