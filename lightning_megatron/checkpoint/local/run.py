@@ -114,6 +114,11 @@ class LocalRun:
         """Whether a save is in flight on this rank."""
         return self._saver.is_busy
 
+    @property
+    def copies(self) -> int:
+        """Number of nodes that have each file."""
+        return 1 + min(self._config.replicas, self.nodes.count - 1)
+
     def save(
         self,
         model: Mapping[str, Any],
