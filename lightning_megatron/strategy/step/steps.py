@@ -120,10 +120,11 @@ class Steps:
                 stage_ranks,
                 host_group,
                 options.pp.scatter_gather,
-                clock,
+                sections=clock,
             )
         else:
-            self.executor = NoPipeline(self.forward.lengths, topology.auxiliary_seeds, clock)
+            seeds = topology.auxiliary_seeds
+            self.executor = NoPipeline(self.forward.lengths, seeds, sections=clock)
         self.share_output = ObjectBroadcast(pp, pp.ranks[self.last_rank], device, host_group)
         self.replay = LogReplay(module, pp, self.last_rank, device, self.dtype, host_group)
         self.evaluation = Evaluation(
