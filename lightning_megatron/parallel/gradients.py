@@ -258,16 +258,19 @@ class GradientSet:
 
     def take_out(self) -> list["HeldGradient"]:
         """Take all gradients away from the parameters, to be put back by `add`."""
-        taken = []
+        held = [
+            (role, role.parameter.grad, None if role.rows is None else role.rows.gradient)
+            for role in self.roles
+        ]
+        self.drop()
+        return [entry for entry in held if entry[1] is not None or entry[2] is not None]
+
+    def drop(self) -> None:
+        """Forget all gradients."""
         for role in self.roles:
-            rows = role.rows
-            part = None if rows is None else rows.gradient
-            if part is not None or role.parameter.grad is not None:
-                taken.append((role, role.parameter.grad, part))
-                role.parameter.grad = None
-                if rows is not None:
-                    rows.gradient = None
-        return taken
+            role.parameter.grad = None
+            if role.rows is not None:
+                role.rows.gradient = None
 
     @staticmethod
     def add(taken: Sequence["HeldGradient"]) -> None:

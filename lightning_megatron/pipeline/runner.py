@@ -73,13 +73,7 @@ class Reduction(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the microbatches of a batch.
-
-    Attributes:
-        clock: told of every change between forward and backward.
-    """
-
-    clock: SectionClock
+    """Runs the microbatches of a batch."""
 
     @property
     def is_last(self) -> bool:
@@ -117,25 +111,30 @@ class NoPipeline(Executor):
     Args:
         lengths: told of each forward and backward; None where no sequences are split.
         seeds: told of each backward; None where there are no auxiliary losses.
+        sections: told of every change between forward and backward.
     """
 
     is_last = True
 
     def __init__(
-        self, lengths: SequenceLengths | None = None, seeds: AuxiliarySeeds | None = None
+        self,
+        lengths: SequenceLengths | None = None,
+        seeds: AuxiliarySeeds | None = None,
+        sections: SectionClock | None = None,
     ) -> None:
         self._lengths = lengths
         self._seeds = AuxiliarySeeds() if seeds is None else seeds
-        self.clock = SectionClock()
+        self._sections = SectionClock() if sections is None else sections
 
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
         outputs = []
         for index in range(count):
-            self.clock.enter(FORWARD)
-            output = self._forward(step, index)
+            self._sections.enter(FORWARD)
+            self._begin_forward(index)
+            output = step(index, True)
             loss = loss_of(output, index)
-            self.clock.enter(BACKWARD)
+            self._sections.enter(BACKWARD)
             if loss is not None:
                 reduction.before_backward(0, last=index == count - 1, split=False)
                 if self._lengths is not None:
@@ -148,12 +147,15 @@ class NoPipeline(Executor):
 
     @override
     def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
-        return [self._forward(step, index) for index in range(count - repeated)]
+        outputs = []
+        for index in range(count - repeated):
+            self._begin_forward(index)
+            outputs.append(step(index, True))
+        return outputs
 
-    def _forward(self, step: Step, index: int) -> Any:
+    def _begin_forward(self, index: int) -> None:
         if self._lengths is not None:
             self._lengths.forward(index)
-        return step(index, True)
 
 
 class StageBoundary(BaseException):
@@ -231,6 +233,7 @@ class Pipeline(Executor):
         stage_ranks: pipeline rank of every stage.
         host_group: gloo group over the pp axis, where the device's own group is not gloo.
         scatter_gather: whether tp ranks send parts of what they hold alike.
+        sections: told of every change between forward and backward.
     """
 
     def __init__(
@@ -241,6 +244,7 @@ class Pipeline(Executor):
         stage_ranks: Sequence[int],
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
+        sections: SectionClock | None = None,
     ) -> None:
         self._trunk = trunk
         trunk.relay = StageRelay(topology, stage_ranks, host_group)
@@ -261,8 +265,7 @@ class Pipeline(Executor):
         self._measured: Schedule | None = None
         self._deferral = WgradQueue()
         self._defers = False
-
-        self.clock = SectionClock()
+        self._sections = SectionClock() if sections is None else sections
         self.activation_bytes: dict[int, int] | None = None
         self.use(make)
 
@@ -333,7 +336,7 @@ class Pipeline(Executor):
         for number, action in enumerate(row):
             kind, stage, microbatch = action
             key, last = (stage, microbatch), number in lasts
-            self.clock.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
+            self._sections.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
             self._deferral.enabled = traffic.schedule.is_split(stage, microbatch)
             if kind is Kind.FORWARD:
                 reduction.before_forward(self._position[stage])

@@ -7,9 +7,9 @@ that act own their state and are made in `MegatronStrategy.__init__`; they see t
     on_train_batch_start    tuners measure and change, recovery notes how things are
     optimizer_step          recovery hands the optimizer its closure, in which run:
       training_step           checkpoints raise what failed in the background
-                              steps run the microbatches (`strategy.step_runner`), forward and,
-                              where they are interleaved, backward
-      backward                steps bring the gradients to light, or run backward here
+                              a step begins (`strategy.step`) and runs the microbatches: forward
+                              and, where they are interleaved, backward
+      backward                the step brings its gradients to light, or runs backward here
         post_backward         stop lets all ranks vote, checkpoints wait for copies from the device
                             precision steps on what this rank owns, unless it skips the step
                             recovery has skipped schedules stand still
@@ -78,7 +78,6 @@ from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.batch_shares import BatchShares, MeasuredShares
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
-from lightning_megatron.strategy.fitting_microbatch import FittingMicrobatch
 from lightning_megatron.strategy.model_summary import (
     summarise_layout,
 )
@@ -87,7 +86,7 @@ from lightning_megatron.strategy.module_layout import (
     host_group_along_pp,
     stand_ins,
 )
-from lightning_megatron.strategy.observers import looks_at_gradients
+from lightning_megatron.strategy.observers import looks_at_gradients, transforms_batches
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
@@ -98,8 +97,9 @@ from lightning_megatron.strategy.rank_options import named_options
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.sharded_errors import explain
 from lightning_megatron.strategy.stage_state import StepState, share_over_stages
+from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch
+from lightning_megatron.strategy.step.steps import Steps
 from lightning_megatron.strategy.step_recovery import StepRecovery
-from lightning_megatron.strategy.step_runner import StepRunner, transforms_batches
 from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
@@ -132,7 +132,7 @@ class MegatronStrategy(LaunchingStrategy):
             the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch, or ``"auto"`` for as many as every rank has memory
-            for (`strategy.fitting_microbatch`).
+            for (`strategy.step.fit_memory`).
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
             4 per pipeline rank under a pipeline.
         global_batch_size: samples of an optimizer step over all data-parallel ranks; the strategy
@@ -218,7 +218,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._section_outside = sections.OTHER
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
-        self._steps: StepRunner | None = None
+        self._steps: Steps | None = None
         self._host_gloo: dist.ProcessGroup | None = None
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
@@ -262,8 +262,8 @@ class MegatronStrategy(LaunchingStrategy):
         return self.precision_plugin
 
     @property
-    def steps(self) -> StepRunner:
-        """Runner of steps on the layout; exists once the module is on it."""
+    def steps(self) -> Steps:
+        """Steps on the layout; exist once the module is on it."""
         assert self._steps is not None
         return self._steps
 
@@ -414,7 +414,12 @@ class MegatronStrategy(LaunchingStrategy):
             monitored = collectives.MonitoredValues(self.votes.exchange)
             replace_monitored_value(trainer, monitored.share)
         self._step_state = share_over_stages(
-            trainer, module, self.topology, self.steps.last_rank, self._host_gloo
+            trainer,
+            module,
+            self.topology,
+            self.steps.last_rank,
+            self._host_gloo,
+            microbatches=lambda: self.steps.step.count,
         )
         self.setup_precision_plugin()
 
@@ -434,20 +439,15 @@ class MegatronStrategy(LaunchingStrategy):
         precision.use(parallel.gradients)
         precision.prepare(parallel)
         self.weight_watch.follow(parallel.gradients)
-        rule = self.options.microbatches()
-        make = self.options.make_schedule
-        config = self.options.pp
-        self._steps = StepRunner(
+        self._steps = Steps(
             module,
             parallel,
             precision,
-            rule,
-            make,
-            self._host_gloo,
-            config.scatter_gather,
-            self.fitting,
+            options=self.options,
+            clock=self.clock,
+            host_group=self._host_gloo,
+            fitting=self.fitting,
         )
-        self._steps.executor.clock = self.clock
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
         collectives.share_metrics(module, self.topology)
@@ -570,10 +570,11 @@ class MegatronStrategy(LaunchingStrategy):
             if self.recovery.skips_batch:
                 output: Any = self.recovery.zero_loss()
             else:
+                step = self.steps.begin(self.data.shares.portion)
                 with self.weight_watch.around_step():
-                    output = self.steps.train((*args, *kwargs.values()))
+                    output = step.run((*args, *kwargs.values()))
                 for tuner in self.tuners:
-                    tuner.after_batch(self.steps.count)
+                    tuner.after_batch(step.count)
             if not self.module.automatic_optimization:  # then this is the whole batch
                 self.stop.vote()
         if not self.module.automatic_optimization:
@@ -591,7 +592,7 @@ class MegatronStrategy(LaunchingStrategy):
             self.pre_backward(loss)
             loss = self.precision.pre_backward(loss, self.module)
             with self.weight_watch.around_step():  # which a backward may repeat
-                self.steps.backward(loss, optimizer, *args, **kwargs)
+                self.steps.step.backward(loss, optimizer, *args, **kwargs)
             loss = self.precision.post_backward(loss, self.module)
         self.post_backward(loss)
         automatic = self.module.automatic_optimization
@@ -651,7 +652,8 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", args, kwargs)
+        with self._evaluating():
+            return self.steps.evaluation.run("validation_step", (*args, *kwargs.values()))
 
     @override
     def on_validation_end(self) -> None:
@@ -666,7 +668,8 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", args, kwargs)
+        with self._evaluating():
+            return self.steps.evaluation.run("test_step", (*args, *kwargs.values()))
 
     @override
     def on_test_end(self) -> None:
@@ -679,7 +682,8 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", args, kwargs)
+        with self._evaluating():
+            return self.steps.evaluation.run("predict_step", (*args, *kwargs.values()))
 
     @override
     def on_predict_end(self) -> None:
@@ -689,12 +693,13 @@ class MegatronStrategy(LaunchingStrategy):
         self._section_outside = self.clock.current
         self.clock.enter(sections.VALIDATION)
 
-    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Context of a batch that does not train."""
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
         with self._around_step(), self.weight_watch.lifted():
-            output = self.steps.evaluate(name, (*args, *kwargs.values()))
+            yield
         self.stop.end_evaluation()
-        return output
 
     def _around_step(self) -> AbstractContextManager[None]:
         return nullcontext() if self._step_state is None else self._step_state.around_step()

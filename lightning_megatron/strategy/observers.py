@@ -21,6 +21,7 @@ from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_megatron.layers.base import ParallelLayer
@@ -125,4 +126,14 @@ def _mentions(function: FunctionType, words: frozenset[str] = frozenset()) -> bo
     """Whether a function has a word for gradients, or one of ``words``."""
     return any(
         name in words or ("grad" in name and name not in _HARMLESS) for name in names_in(function)
+    )
+
+
+def transforms_batches(module: LightningModule) -> bool:
+    """Whether hooks of the module or of its data change a batch before it is trained on."""
+    sources = (module, getattr(module.trainer, "datamodule", None))
+    return any(
+        source is not None and is_overridden(hook, source)
+        for source in sources
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
     )

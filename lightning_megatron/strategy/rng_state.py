@@ -65,7 +65,7 @@ class RandomState:
         Args:
             at: epoch, and number of the batch that is about to be trained on.
             module: whose running statistics the batches change.
-            loss_per_token: what `StepRunner.loss_per_token` is.
+            loss_per_token: what `Steps.loss_per_token` is.
         """
         self._began = _Window(at, self.now(), _statistics(module), loss_per_token)
 
@@ -101,7 +101,7 @@ class RandomState:
         Args:
             at: epoch and number of the first batch that no optimizer step has used.
             model: of the checkpoint; its running statistics are taken back if need be.
-            loss_per_token: what `StepRunner.loss_per_token` is.
+            loss_per_token: what `Steps.loss_per_token` is.
             group: all processes, for tensors on the host.
         """
         moment = self._training or self.now()

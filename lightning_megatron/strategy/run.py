@@ -15,7 +15,7 @@ from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategy.rng_state import RandomState
-from lightning_megatron.strategy.step_runner import StepRunner
+from lightning_megatron.strategy.step.steps import Steps
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -65,8 +65,8 @@ class Run(Protocol):
         """Generators of this process; exists once the run is set up."""
 
     @property
-    def steps(self) -> StepRunner:
-        """Runner of steps on the layout; exists once the module is on it."""
+    def steps(self) -> Steps:
+        """Steps on the layout; exist once the module is on it."""
 
     @property
     def launcher(self) -> LauncherBase | None:

@@ -27,7 +27,7 @@ import hashlib
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -164,6 +164,7 @@ class StepState(Callback):
         device: of this process.
         host_group: gloo group over the axis, where the axis' own group is not gloo.
         callbacks: the user's.
+        microbatches: gives the number of microbatches of the latest training batch.
     """
 
     def __init__(
@@ -174,7 +175,10 @@ class StepState(Callback):
         device: torch.device,
         host_group: dist.ProcessGroup | None = None,
         callbacks: Iterable[object] = (),
+        *,
+        microbatches: Callable[[], int],
     ) -> None:
+        self._microbatches = microbatches
         self._before: dict[_Key, bytes] = {}
         self._warned: set[str] = set()
         self._module = module
@@ -270,7 +274,7 @@ class StepState(Callback):
 
     def _warn_of_microbatches(self, changed: Iterable[_Key]) -> None:
         """Warn where the first stage would need in a batch what the last makes of it."""
-        count = self._module.trainer.strategy.steps.count  # type: ignore[attr-defined]
+        count = self._microbatches()
         stale = [f"self.{_dotted(*key)}" for key in changed if _is_meant(key, self._carried)]
         if count > 1 and self._module.training and stale and stale[0] not in self._warned:
             self._warned.add(stale[0])
@@ -408,6 +412,8 @@ def share_over_stages(
     topology: Topology,
     source: int,
     host_group: dist.ProcessGroup | None,
+    *,
+    microbatches: Callable[[], int],
 ) -> StepState | None:
     """Make true on all stages what steps leave behind on the last; None without a pipeline.
 
@@ -417,11 +423,20 @@ def share_over_stages(
         topology: the layout.
         source: rank of the last stage on the pipeline axis.
         host_group: gloo group over the axis, where the axis' own group is not gloo.
+        microbatches: gives the number of microbatches of the latest training batch.
     """
     if topology.pp.size == 1:
         return None
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    state = StepState(module, topology.pp, source, topology.device, host_group, callbacks)
+    state = StepState(
+        module,
+        topology.pp,
+        source,
+        topology.device,
+        host_group,
+        callbacks,
+        microbatches=microbatches,
+    )
     callbacks.insert(0, state)
     return state
 

@@ -7,7 +7,7 @@ number of ranks.
 
 Every batch brings its `Portion` along: the batch sampler notes it when it draws the batch, which
 may be long before the step, and the step takes it. The runner of steps weighs losses with it
-(`StepRunner.portion`), and `WeighedLog` what is logged.
+(`step.loss.LossShare`), and `WeighedLog` what is logged.
 
 With ``batch_shares="measured"`` the parts follow the speed of the ranks. The own work of every rank
 in data, forward and backward is timed as by `SlowRankDetector`, without the time in which the rank
@@ -320,7 +320,7 @@ class BatchShares:
             return
         assert self._batches is not None
         batches = self._batches
-        self._portion = run.steps.portion = portion = batches.portions.popleft()
+        self._portion = portion = batches.portions.popleft()
         self._log.begin_batch(portion)
         if self._planner is None:
             return

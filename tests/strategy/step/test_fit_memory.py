@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.strategy.fitting_microbatch import FittingMicrobatch
+from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import WIDTH, Small, assert_same, make_trainer, merged, samples, weights
 
@@ -225,20 +225,33 @@ def test_unequal_parts_of_the_global_batch(pool: WorkerPool) -> None:
     assert_same(merged([held for held, _ in several]), one)
 
 
+class Batch:
+    """Runs where microbatches have at most so many samples."""
+
+    def __init__(self, fitting: FittingMicrobatch, limit: int) -> None:
+        self.fitting, self.limit = fitting, limit
+
+    def attempt(self, args: Sequence[Any]) -> None:
+        assert self.fitting.size is not None
+        if self.fitting.size > self.limit:
+            raise torch.OutOfMemoryError("no memory")
+
+    def discard(self) -> None: ...
+
+
 def test_a_smaller_size_is_on_trial_as_often_as_the_first() -> None:
     said: list[str] = []
     fitting = FittingMicrobatch(
         torch.device("cpu"), None, lambda: lambda: None, alone=True, say=said.append
     )
 
-    def trials() -> int:
-        count = 0
-        while fitting.begin(8, 80, lambda: 8):
-            fitting.passed()
+    def trials(width: int, limit: int) -> int:
+        count, args, batch = 0, [torch.zeros(8, width)], Batch(fitting, limit)
+        while fitting.begin(args, batch, None):
+            fitting.run(args, batch)
             count += 1
         return count
 
-    first = trials()
+    first = trials(10, 8)
     assert first > 1
-    fitting.halve()
-    assert (trials(), fitting.size) == (first, 4)
+    assert (trials(11, 4), fitting.size) == (first, 4)

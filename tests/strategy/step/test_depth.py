@@ -12,7 +12,7 @@ import lightning_megatron
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, dp_of, loader, make_trainer, samples
 
-MOST_FRAMES = 8
+MOST_FRAMES = 7
 PACKAGE = Path(lightning_megatron.__file__).parent
 
 

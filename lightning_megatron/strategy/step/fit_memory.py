@@ -22,9 +22,9 @@ for which that leaves `_MARGIN` of the memory is tried first.
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,15 @@ from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.pipeline.microbatch import MicrobatchRule
+from lightning_megatron.pipeline.microbatch import (
+    MicrobatchRule,
+    SplitBatch,
+    batch_size_of,
+    split,
+)
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _TRIALS = 2
 """Batches that have to pass: the optimizer makes its state after the first."""
@@ -94,6 +102,22 @@ class NoReduction:
         """No-op."""
 
 
+class Trial(Protocol[T_co]):
+    """A batch that is on trial."""
+
+    def attempt(self, args: Sequence[Any]) -> T_co:
+        """Run forward and backward without communication.
+
+        Args:
+            args: of ``training_step``; the batch, or some of its samples, first.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Drop the gradients of an attempt."""
+        ...
+
+
 class FittingMicrobatch:
     """Size of the microbatches of a run, found by trial.
 
@@ -105,7 +129,6 @@ class FittingMicrobatch:
         say: tells the user what was found.
 
     Attributes:
-        note: see above.
         memory: of the device; None where nothing measures it.
         size: samples of a microbatch; None before the first batch.
         attempts: batches on trial so far, those that did not fit included.
@@ -121,12 +144,13 @@ class FittingMicrobatch:
         say: Callable[[str], None],
     ) -> None:
         self.memory: Memory | None = CudaMemory(device) if device.type == "cuda" else None
+        self._device = device
         self._group = host_group
         self._alone = alone
         self._say = say
         self._passed = 0
         self._largest = self._mine = 0
-        self.note = note
+        self._note = note
         self.size: int | None = None
         self.attempts = 0
 
@@ -135,25 +159,83 @@ class FittingMicrobatch:
         """Rule by which batches are cut now."""
         return MicrobatchRule(size=self.size or 1)
 
-    def begin(self, samples: int, elements: int, measured: Callable[[], int]) -> bool:
+    def begin(self, args: Sequence[Any], trial: Trial[Any], own: SplitBatch | None) -> bool:
         """Whether the batch is on trial; collective.
 
         Args:
-            samples: of this rank's batch.
-            elements: of all its tensors.
-            measured: gives the size with which to begin, where there is something to measure.
+            args: of ``training_step``, the batch first.
+            trial: runs the first samples, where there is memory to measure.
+            own: the module's own way to cut a batch.
         """
+        batch = args[0]
+        rows = batch_size_of(batch)
+        if rows is None:
+            MicrobatchRule(size=1).count(None)  # says what to do
+        samples = rows or 1
         if self.size is None:
             most = self._most(samples)
             # The first guess must be one that all ranks share.
-            size = most if self.memory is None else -self._most(-measured())
-            self.size = max(min(size, most), 1)
-        mine = math.ceil(elements / max(samples, 1)) * min(self.size, samples)
+            fits = most
+            if self.memory is not None:
+                fits = -self._most(-self._suggested(args, samples, trial, own, self.memory))
+            self.size = max(min(fits, most), 1)
+        mine = math.ceil(elements_of(batch) / samples) * min(self.size, samples)
         new = mine > self._largest or self._passed < _TRIALS
         self._mine = mine
         return bool(self._most(int(new)))
 
-    def passed(self) -> None:
+    def run(self, args: Sequence[Any], trial: Trial[T]) -> T:
+        """Run a batch, in smaller and smaller microbatches until all ranks have memory for it.
+
+        Args:
+            args: of ``training_step``, the batch first.
+            trial: runs them.
+
+        Returns:
+            The result of the attempt that passed on every rank; collective.
+        """
+        put_back = self._note()
+        while True:
+            ran: T | None = None
+            failed = False
+            try:
+                ran = trial.attempt(args)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = True
+            if not self._most(int(failed)):  # the vote that ends a trial
+                self._pass()
+                return cast(T, ran)
+            ran = None
+            trial.discard()
+            put_back()
+            forget_memory(self._device)
+            self._halve()
+
+    def _suggested(
+        self,
+        args: Sequence[Any],
+        samples: int,
+        trial: Trial[Any],
+        own: SplitBatch | None,
+        memory: Memory,
+    ) -> int:
+        """Size of microbatches with which a GPU begins."""
+        put_back = self._note()
+
+        def run(count: int) -> None:
+            [first, *_] = split(args[0], MicrobatchRule(size=count), own).batches
+            self.size = count
+            try:
+                trial.attempt((first, *args[1:]))
+            finally:
+                trial.discard()
+                put_back()
+
+        return suggested_size(run, samples, memory)
+
+    def _pass(self) -> None:
         """A batch on trial has run on every rank."""
         self.attempts += 1
         self._passed += 1
@@ -161,11 +243,7 @@ class FittingMicrobatch:
         if self._passed == _TRIALS:
             self._say(f"microbatch_size='auto': {self.size} samples fit on every rank")
 
-    def failed_anywhere(self, failed: bool) -> bool:
-        """Whether any rank was out of memory; the vote that ends a trial. Collective."""
-        return bool(self._most(int(failed)))
-
-    def halve(self) -> None:
+    def _halve(self) -> None:
         """Take half as many samples.
 
         Raises:

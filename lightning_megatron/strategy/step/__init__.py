@@ -1,0 +1,1 @@
+"""One training step or evaluation of a batch: microbatches, loss, gradients, logs."""

@@ -1,0 +1,87 @@
+"""Validation, test and prediction: the forward of a batch, with one output on every rank.
+
+Under a pipeline a batch runs in microbatches, as in training. A step that generates text calls the
+trunk once a token instead, so the whole batch goes along all stages together, each call by itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.pipeline.microbatch import Microbatches, merge
+from lightning_megatron.pipeline.runner import Executor, Pipeline
+from lightning_megatron.strategy.code_inspection import functions_from, methods_of, names_in
+from lightning_megatron.strategy.microbatch_logging import LogReplay
+from lightning_megatron.strategy.step.cut import BatchCut
+from lightning_megatron.strategy.step.forward import Forward
+
+_NOTHING, _OBJECT = 0.0, 1.0
+"""Kinds of output, which the last stage tells the others beside what was logged."""
+
+
+class Evaluation:
+    """Runs the steps of a module that do not train it.
+
+    Args:
+        forward: calls the steps.
+        executor: runs microbatches.
+        cut: cuts batches.
+        replay: brings what was logged to all stages.
+        share_output: brings the output of the last stage to all stages.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        executor: Executor,
+        cut: BatchCut,
+        replay: LogReplay,
+        share_output: ObjectBroadcast,
+    ) -> None:
+        self._forward = forward
+        self._executor = executor
+        self._cut = cut
+        self._replay = replay
+        self._share_output = share_output
+        self._generating: dict[str, bool] = {}
+
+    def run(self, name: str, args: Sequence[Any]) -> Any:
+        """Forward of a batch; the output of the step, whole and on every rank.
+
+        Args:
+            name: of the user's step.
+            args: of the step, the batch first.
+        """
+        forward, executor = self._forward, self._executor
+        if not isinstance(executor, Pipeline):
+            with forward.on_batch(name):
+                output = forward.parallel.step(name, *args)
+            return forward.as_whole(output)
+        generates = self._generates(name)
+        whole = Microbatches((args[0],), (1.0,))
+        microbatches = whole if generates else self._cut.evaluate(args[0])
+        with forward.on_microbatches(name, args, microbatches) as (step, recorder):
+            if generates:  # by all stages together: each call of the trunk goes along them
+                last = executor.is_last
+                outputs = [out] if (out := step(0, last)) is not None and last else []
+            else:
+                outputs = executor.evaluate(step, len(microbatches), microbatches.repeated)
+        merged = merge(outputs, microbatches.weights[: microbatches.counted]) if outputs else None
+        output = forward.as_whole(merged)
+        kind: float | Tensor = _NOTHING if output is None else _OBJECT
+        if name != "predict_step":
+            [kind] = self._replay.share(name, recorder, [kind])
+        elif recorder.calls:
+            raise RuntimeError("self.log cannot be called in predict_step")
+        else:
+            kind = _OBJECT
+        return self._share_output(output) if kind == _OBJECT else None
+
+    def _generates(self, name: str) -> bool:
+        """Whether the code of a step generates text, and so calls the network by itself."""
+        if name not in self._generating:
+            functions = functions_from(methods_of(self._forward.module), name)
+            self._generating[name] = any("generate" in names_in(f) for f in functions)
+        return self._generating[name]
