@@ -4,7 +4,7 @@
     python -m benchmarks.hangs --clean 600      # 10 minutes and some seconds
     python -m benchmarks.hangs --costs
 
-Each fault is committed by `ChaosMonkey` on rank 1 of two, ``--series`` times under every layout,
+Each fault is committed by `FaultInjector` on rank 1 of two, ``--series`` times under every layout,
 and ends by itself when the report should have been there: one limit and two seconds later. All
 kinds follow each other in one run, but for the two that end it. The delay is the time from the
 fault to the report, less the limit. The second form trains for so many seconds without a fault,
@@ -30,7 +30,6 @@ from typing_extensions import override
 
 from benchmarks.harness import parser, report
 from lightning_megatron import (
-    ChaosMonkey,
     ConnectionConfig,
     HangDetector,
     MegatronStrategy,
@@ -42,6 +41,8 @@ from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork
 from lightning_megatron.monitoring.events import read_events
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
+from tests.faults.acts import Fault
+from tests.faults.injector import FaultInjector
 
 LIMIT_S, HANG_S, STEP_S, WIDTH = 1.0, 3.0, 0.02, 16
 AT, EVERY = 6, 4
@@ -146,11 +147,11 @@ def train_with(fault: str, layout: dict[str, Any], run_dir: str) -> None:
     detector = HangDetector(limit=LIMIT_S, action="report", run_dir=run_dir)
     callbacks: list[pl.Callback] = [detector]
     if not fault:
-        faults = "; ".join(
-            f"{kind}:rank=1,step={STEPS[name]},section={section},amount={HANG_S}"
+        faults = [
+            Fault(kind=kind, rank=1, step=STEPS[name], section=section, amount=HANG_S)
             for name, (kind, section) in FAULTS.items()
-        )
-        callbacks += [Saves(run_dir, EVERY), ChaosMonkey(faults, directory=f"{run_dir}/chaos")]
+        ]
+        callbacks += [Saves(run_dir, EVERY), FaultInjector(faults, f"{run_dir}/struck")]
     elif fault == ENDS:
         layout = {**layout, "connection": ConnectionConfig(timeout_s=HANG_S)}
     # Saves and validations come right before the steps that faults are in.

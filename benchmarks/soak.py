@@ -22,8 +22,11 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,21 +34,35 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
-from lightning_megatron.testing.chaos.faults import Fault, random_faults
-from lightning_megatron.testing.chaos.runner import ChaosResult, read_result, run_command, table
+from benchmarks.soak_outcomes import Outcome, read_outcomes, table
+from lightning_megatron.monitoring.goodput import Ledger
+from tests.faults.acts import Fault
 
 RANKS = 4
-KINDS = (
-    "kill segfault abort exit exception hang gil stop sigterm "
-    "slow:amount=200,steps=10 nan_loss nan_gradient spike:amount=1000 "
-    "worker_kill disk_full:steps=12 corrupt"
-)
-"""What a run must survive without a trace in its weights. A flipped bit of a weight leaves one."""
+KINDS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("kill", "segfault", "abort", "exception", "hang", "gil", "stop")},
+    "exit": {"amount": 1},
+    "sigterm": {},
+    "slow": {"amount": 200, "steps": 10},
+    "nan_loss": {},
+    "nan_gradient": {},
+    "spike": {"amount": 1000},
+    "worker_kill": {},
+    "disk_full": {"steps": 12},
+    "corrupt": {},
+}
+"""What a run must survive without a trace in its weights, with options of `Fault`."""
+SECTIONS = {"nan_loss": ("forward",), "nan_gradient": ("backward",), "spike": ("forward",)}
+"""Where kinds can strike that cannot strike anywhere in a step."""
+MARK = "SOAK_DIRECTORY"
+"""Environment variable by which the processes of a launch are known."""
+GRACE_S = 20.0
+"""Seconds between SIGTERM and SIGKILL at the end of the time."""
 FIRST_S = 20.0
 """Before which nothing strikes: what is ordinary must have been seen."""
 EVERY = 10
@@ -65,6 +82,7 @@ def train(directory: Path, *, pause: float, steps: int, deadline: float) -> None
     import lightning_megatron as lm
     from benchmarks.harness import Model
     from lightning_megatron.models.config import TransformerConfig
+    from tests.faults.injector import FaultInjector
 
     class Noisy(Dataset[Any]):
         """Sequences that follow from their number, some of whose tokens are drawn anew."""
@@ -97,13 +115,13 @@ def train(directory: Path, *, pause: float, steps: int, deadline: float) -> None
 
         def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
             digest = hashlib.sha256()
-            for parameter in module.parameters():
-                local = getattr(parameter, "to_local", lambda p=parameter: p)()
-                digest.update(local.detach().contiguous().numpy().tobytes())
+            for weight in lm.gather(module).values():
+                digest.update(weight.numpy().tobytes())
             end = {"step": trainer.global_step, "weights": digest.hexdigest()}
             (directory / f"end{trainer.global_rank}.json").write_text(json.dumps(end))
 
     pl.seed_everything(1)
+    faults = [Fault(**fault) for fault in json.loads((directory / "faults.json").read_text())]
     config = TransformerConfig(
         vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, max_seq_len=32
     )
@@ -117,6 +135,7 @@ def train(directory: Path, *, pause: float, steps: int, deadline: float) -> None
         ),
         callbacks=[
             *guards(),
+            FaultInjector(faults, directory / "struck"),
             Record(),
             ModelCheckpoint(directory / "checkpoints", every_n_train_steps=EVERY, save_top_k=-1),
         ],
@@ -230,29 +249,71 @@ def children(pid: int) -> list[int]:
 # The comparison ----------------------------------------------------------------------------------
 
 
+def random_faults(
+    kinds: Sequence[str], *, mean_s: float, duration_s: float, seed: int
+) -> list[Fault]:
+    """Faults at random times, in seconds from the start of the run, from `FIRST_S` on."""
+    chance, now, faults = random.Random(seed), FIRST_S, []
+    while (now := now + chance.expovariate(1 / mean_s)) < duration_s:
+        kind = chance.choice(kinds)
+        section = chance.choice(SECTIONS.get(kind, ("data", "forward", "backward", "optimizer")))
+        rank, draw = chance.randrange(RANKS), chance.getrandbits(31)
+        fault = Fault(kind=kind, rank=rank, section=section, draw=draw, **KINDS[kind])
+        faults.append(replace(fault, after=round(now, 1)))
+    return faults
+
+
 def launch(
     directory: Path, faults: Sequence[Fault], watch: Watch | None, limit_s: float, *options: str
 ) -> int | None:
-    """The run under torchrun, to its end."""
+    """Run under torchrun, to the end or that of the time (None); leaves no process behind."""
     directory.mkdir(parents=True)
+    begun = time.time()
+    timed = [asdict(replace(fault, after=begun + fault.after)) for fault in faults]
+    (directory / "faults.json").write_text(json.dumps(timed))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", "--max-restarts=10000", "--monitor-interval=0.2"]
     command += ["-m", "benchmarks.soak", "--train", str(directory), *options]
-
-    def started(pid: int) -> None:
-        if watch is not None:
-            watch.pid = pid
-            watch.start()
-
     with (directory / "output.txt").open("w") as output:
-        return run_command(
-            command,
-            faults,
-            directory / "result",
-            limit_s=limit_s,
-            output=output,
-            on_start=started,
-        )
+        environment = {**os.environ, MARK: str(directory)}
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            if watch is not None:
+                watch.pid = process.pid
+                watch.start()
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            return None
+        finally:
+            kill_all(f"{MARK}={directory}")
+            process.wait()
+
+
+def kill_all(mark: str) -> None:
+    """Kill the processes of a launch that are left: torchrun's workers have their own sessions."""
+    for _ in range(20):  # a process may be starting another one while we look
+        left = [pid for pid in processes() if mark.encode() in environment_of(pid).split(b"\0")]
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.1)
+
+
+def processes() -> list[int]:
+    return [int(p.name) for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
+
+
+def environment_of(pid: int) -> bytes:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return b"" if state == "Z" else Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
 
 
 def losses(directory: Path) -> dict[int, str]:
@@ -269,11 +330,7 @@ def ends(directory: Path) -> list[dict[str, Any]]:
 def soak(options: argparse.Namespace, folder: Path) -> int:
     seconds = options.minutes * 60
     faults = random_faults(
-        options.kinds,
-        mean_s=options.mean,
-        duration_s=seconds - 30,
-        seed=options.seed,
-        first_s=FIRST_S,
+        options.kinds.split(), mean_s=options.mean, duration_s=seconds - 30, seed=options.seed
     )
     print(f"seed {options.seed}, {len(faults)} faults, in {folder}")
     print("\n".join(f"  {fault}" for fault in faults), flush=True)
@@ -282,8 +339,8 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
     pause = f"--pause={options.pause}"
     code = launch(faulty, faults, watch, seconds + 150, stop, pause)
     watch.over.set()
-    result = read_result(faulty / "result")
-    print(f"\n{table(result)}\nexit code {code}", flush=True)
+    outcomes, ledger = read_outcomes(faulty / "run")
+    print(f"\n{table(outcomes, ledger)}\nexit code {code}", flush=True)
     growth = watch.growth()
     compared = {"steps": 0, "losses that differ": -1, "weights that differ": -1}
     if code == 0 and ends(faulty):
@@ -292,10 +349,10 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         print(f"undisturbed run of {steps} steps: exit code {again}", flush=True)
         if again == 0:
             compared = compare(faulty, clean)
-    results(options, result, compared, growth, code)
+    results(options, outcomes, ledger, compared, growth, code)
     worst = max((v for one in growth.values() for v in one.values()), default=1.0)
     same = compared["losses that differ"] == compared["weights that differ"] == 0
-    return 0 if same and result.goodput >= 0.6 and worst <= 0.05 else 1
+    return 0 if same and (ledger.goodput() or 0.0) >= 0.6 and worst <= 0.05 else 1
 
 
 def compare(faulty: Path, clean: Path) -> dict[str, int]:
@@ -311,12 +368,12 @@ def compare(faulty: Path, clean: Path) -> dict[str, int]:
 
 def results(
     options: argparse.Namespace,
-    result: ChaosResult,
+    outcomes: list[Outcome],
+    ledger: Ledger,
     compared: dict[str, int],
     growth: dict[str, dict[str, float]],
     code: int | None,
 ) -> None:
-    outcomes, ledger = result.outcomes, result.ledger
     recovered = [o.recovered_s for o in outcomes if o.recovered_s is not None]
     kinds = Counter(outcome.fault["what"] for outcome in outcomes)
     facts: dict[str, Any] = {
@@ -333,7 +390,7 @@ def results(
         ),
         "restarts": ledger.restarts,
         "steps lost": ledger.steps_lost,
-        "goodput (target 60 %)": f"{result.goodput:.1%} of {result.wall_s:.0f} s",
+        "goodput (target 60 %)": f"{ledger.goodput() or 0.0:.1%} of {ledger.wall_s():.0f} s",
         "steps compared": compared["steps"],
         "losses that differ from the undisturbed run (target 0)": compared["losses that differ"],
         "ranks whose final weights differ (target 0)": compared["weights that differ"],
@@ -343,7 +400,7 @@ def results(
         facts[f"growth of {name} (target 5 %)"] = text
     rows = [{"what": key, "figure": value} for key, value in facts.items()]
     report("soak", "A run under random faults (`python -m benchmarks.soak`)", rows, options.output)
-    (options.output / "soak_ledger.txt").write_text(table(result) + "\n")
+    (options.output / "soak_ledger.txt").write_text(table(outcomes, ledger) + "\n")
 
 
 def main() -> None:
@@ -351,7 +408,7 @@ def main() -> None:
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="length of the disturbed run")
     add("--mean", type=float, default=60.0, help="mean seconds between faults")
-    add("--kinds", default=KINDS, help="faults to choose from")
+    add("--kinds", default=" ".join(KINDS), help="faults to choose from")
     add("--seed", type=int, default=int(time.time()) % 100_000)
     add("--pause", type=float, default=0.15, help="seconds that each step waits")
     add("--output", type=Path, default=Path("benchmarks/results"))
@@ -364,6 +421,7 @@ def main() -> None:
         pause = options.pause if options.steps < 0 else 0.0
         train(options.train, pause=pause, steps=options.steps, deadline=options.deadline)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.directory is not None:
         sys.exit(soak(options, options.directory))
     folder = Path(tempfile.mkdtemp(prefix="soak-"))

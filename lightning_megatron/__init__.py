@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.data.batch_shares import MeasuredShares
     from lightning_megatron.strategy.megatron import MegatronStrategy
     from lightning_megatron.strategy.processes.connection import ConnectionConfig
-    from lightning_megatron.testing.chaos.monkey import ChaosMonkey
     from lightning_megatron.topology.context_layout import ContextConfig
     from lightning_megatron.topology.expert_layout import ExpertConfig
 
@@ -90,7 +89,6 @@ _HOMES = {
     "Alerts": "monitoring.alerts",
     "Bf16MixedPrecision": "precision.bf16",
     "Bf16TruePrecision": "precision.bf16",
-    "ChaosMonkey": "testing.chaos.monkey",
     "CheckpointCLI": "cli.checkpoint_cli",
     "CheckpointConfig": "checkpoint.config",
     "CheckpointMonitor": "monitoring.checkpoint_monitor",
@@ -166,7 +164,6 @@ __all__ = [
     "Bf16MixedPrecision",
     "BatchSchedule",
     "Bf16TruePrecision",
-    "ChaosMonkey",
     "CheckpointCLI",
     "CheckpointConfig",
     "CheckpointMonitor",

@@ -37,38 +37,6 @@ def shows_tracebacks() -> bool:
     return os.environ.get("LIGHTNING_MEGATRON_TRACEBACK", "0") not in ("", "0")
 
 
-def chaos_faults() -> str | None:
-    """Faults that `ChaosMonkey` injects, as text; None outside a chaos run."""
-    return os.environ.get("LIGHTNING_MEGATRON_CHAOS") or None
-
-
-def chaos_directory() -> str | None:
-    """Directory of a chaos run's records; None if it has none."""
-    return os.environ.get("LIGHTNING_MEGATRON_CHAOS_DIR") or None
-
-
-def with_chaos(faults: str, directory: str, python_path: str) -> dict[str, str]:
-    """Environment of a command into which faults are injected.
-
-    Args:
-        faults: faults as text.
-        directory: directory of the chaos run's records.
-        python_path: first entry of the command's ``PYTHONPATH``.
-    """
-    before = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "LIGHTNING_MEGATRON_CHAOS": faults,
-        "LIGHTNING_MEGATRON_CHAOS_DIR": directory,
-        "PYTHONPATH": os.pathsep.join([python_path, *([before] if before else [])]),
-    }
-
-
-def restart_count() -> int:
-    """Number of times that torchrun restarted this node's processes; 0 under other launchers."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TorchElastic:
     """Settings that torchrun passes to its workers."""

@@ -94,8 +94,6 @@ LAYERS = {
     "fault_tolerance/slow_ranks/detector": 9,
     "fault_tolerance/suite": 9,
     "fault_tolerance/workers/guard": 9,
-    "testing/chaos/monkey": 9,
-    "testing/chaos/runner": 9,
     # 10 and 11: the command line, the public names
     "callbacks/__init__": 10,
     "cli": 10,

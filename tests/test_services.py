@@ -27,7 +27,7 @@ from lightning_megatron.monitoring.rank_stats import rank_metrics_of
 from lightning_megatron.services import events_of, services_if_any, services_of
 
 ROOT = Path(lightning_megatron.__file__).parent
-FOLDERS = ("callbacks", "fault_tolerance", "monitoring", "testing/chaos")
+FOLDERS = ("callbacks", "fault_tolerance", "monitoring")
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 """Functions whose argument is the name of an attribute, where mypy does not see it."""
 

@@ -16,7 +16,6 @@ Trainer of a run:
 * ``_get_monitor_value`` of the ``epoch_loop``, by the mean over the ranks;
 * ``log`` of the module, while a step runs on microbatches;
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
-* ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only;
 * the methods of loggers, with the callback LoggerGuard only;
 * ``process_dataloader`` of the strategy, with the callback WorkerGuard only.
 
@@ -72,7 +71,6 @@ from lightning_megatron._lightning.loops import avoid_inference_mode as avoid_in
 from lightning_megatron._lightning.loops import batch_progress as batch_progress
 from lightning_megatron._lightning.loops import begin_next_epoch as begin_next_epoch
 from lightning_megatron._lightning.loops import broadcast_no_signals as broadcast_no_signals
-from lightning_megatron._lightning.loops import call_before_fetch as call_before_fetch
 from lightning_megatron._lightning.loops import count_batches_anew as count_batches_anew
 from lightning_megatron._lightning.loops import end_batch as end_batch
 from lightning_megatron._lightning.loops import end_epoch as end_epoch

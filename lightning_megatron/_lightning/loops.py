@@ -239,21 +239,3 @@ def count_batches_anew(trainer: Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     loop.batch_progress.reset_on_run()
     loop.batch_progress.current.completed = -1 if loop.restarted_on_train_batch_end else 0
-
-
-# Reading
-
-
-def call_before_fetch(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function before each batch of training is read, until the Trainer is gone.
-
-    Replaced: `_TrainingEpochLoop._on_before_fetch` of this Trainer, by a call of it and of the
-    function. Needed by faults that are injected into reading; no hook runs before it.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    loop._on_before_fetch = partial(_both, loop._on_before_fetch, function)
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()

@@ -30,8 +30,8 @@ Monitoring: `Monitor` is all of these as one callback.
 - `Alerts`, with `Rule`: a log line, webhook or function when a metric crosses a threshold.
 
 Others: `BatchSchedule` changes the size of global batches, `ProfilerWindow` traces some steps with
-torch.profiler, `ChaosMonkey` injects faults, and `CallbackGroup` is several callbacks as one. Names
-are imported when they are first used.
+torch.profiler, and `CallbackGroup` is several callbacks as one. Names are imported when they are
+first used.
 """
 
 from typing import TYPE_CHECKING
@@ -79,13 +79,11 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.profiler_window import ProfilerWindow as ProfilerWindow
     from lightning_megatron.monitoring.prometheus import PrometheusEndpoint as PrometheusEndpoint
     from lightning_megatron.monitoring.throughput import ThroughputMonitor as ThroughputMonitor
-    from lightning_megatron.testing.chaos.monkey import ChaosMonkey as ChaosMonkey
 
 _HOMES = {
     "Alerts": ".monitoring.alerts",
     "BatchSchedule": ".data.batch_schedule",
     "CallbackGroup": "group",
-    "ChaosMonkey": ".testing.chaos.monkey",
     "CheckpointMonitor": ".monitoring.checkpoint_monitor",
     "CommunicationMonitor": ".monitoring.communication",
     "ConsoleLine": ".monitoring.console",
@@ -121,7 +119,6 @@ __all__ = [
     "Alerts",
     "BatchSchedule",
     "CallbackGroup",
-    "ChaosMonkey",
     "CheckpointMonitor",
     "CommunicationMonitor",
     "ConsoleLine",

@@ -39,7 +39,6 @@ _COMMANDS = {
     "report": "make an HTML page of a run from the events it left",
     "dashboards": "write files for Prometheus and Grafana",
     "doctor": "say whether this machine is fit to train",
-    "chaos": "run a command and make it fail, to see whether it recovers",
 }
 """Each is a function of its name."""
 

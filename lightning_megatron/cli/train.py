@@ -23,6 +23,8 @@ from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.cli.axis_options import help_of_axis, with_degrees
 from lightning_megatron.cli.init import RECIPES
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
+
+# With "as", classes that are imported so that the parser knows their short names.
 from lightning_megatron.data.text import TextDataModule as TextDataModule
 from lightning_megatron.data.token_data import TokenData as TokenData
 from lightning_megatron.errors import ConfigError
@@ -32,9 +34,6 @@ from lightning_megatron.monitoring.monitor import Monitor as Monitor
 from lightning_megatron.monitoring.profiler_window import ProfilerWindow as ProfilerWindow
 from lightning_megatron.precision.fp8 import Fp8Precision as Fp8Precision
 from lightning_megatron.strategy.megatron import MegatronStrategy
-
-# With "as", classes that are imported so that the parser knows their short names.
-from lightning_megatron.testing.chaos.monkey import ChaosMonkey as ChaosMonkey
 
 _DEFAULTS = {
     "model": "lightning_megatron.module.LanguageModel",

@@ -15,7 +15,6 @@ from lightning_megatron._lightning import (
     batch_progress,
     begin_next_epoch,
     broadcast_no_signals,
-    call_before_fetch,
     count_batches_anew,
     end_batch,
     end_epoch,
@@ -232,21 +231,3 @@ def test_count_batches_anew() -> None:
     assert (progress.current.ready, progress.total.ready) == (2, 2)
     count_batches_anew(trainer)
     assert (progress.current.ready, progress.current.completed, progress.total.ready) == (0, 0, 2)
-
-
-def test_call_before_fetch() -> None:
-    module = Module()
-    started: list[str] = []
-    trainer = make_trainer(
-        On(
-            on_train_start=lambda trainer, _: call_before_fetch(
-                trainer, lambda: module.calls.append("fetch")
-            )
-        )
-    )
-    start = trainer.profiler.start
-    trainer.profiler.start = lambda name: (started.append(name), start(name))  # type: ignore[assignment,func-returns-value]
-    trainer.fit(module)
-    assert module.calls[:2] == ["fetch", "training_step"]
-    assert module.calls.count("fetch") == 2
-    assert sum("train_dataloader_next" in name for name in started) == 2

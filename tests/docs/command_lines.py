@@ -38,7 +38,7 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
 
 
 def our_commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Arguments of every `lightning-megatron`, also behind torchrun, srun or chaos."""
+    """Arguments of every `lightning-megatron`, also behind torchrun or srun."""
     for number, line in commands(text):
         words = shlex.split(line, comments=True)
         for index, word in enumerate(words):

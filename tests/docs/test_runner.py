@@ -133,10 +133,6 @@ OURS = "<!-- test: names -->\n'''python\nfrom lightning_megatron import Megatron
             "page.md:3: lightning-megatron fit --config quickstart --trainer.strategy.pq 2",
         ),
         ("'''console\n$ lightning-megatron schedule --schedules x\n'''", "unrecognized arguments"),
-        (
-            "'''console\n$ lightning-megatron chaos -- lightning-megatron fit --x\n'''",
-            "lightning-megatron fit --x",
-        ),
         ("'''console\n$ lightning-megatron fit --config gone.yaml\n'''", "gone.yaml"),
         ("'''yaml\ntrainer:\n  strategy:\n    init_args:\n      zeal: 3\n'''", "page.md:2: "),
         ("'''yaml\ntrainer: [\n'''", "page.md:2: YAML"),

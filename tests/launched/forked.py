@@ -20,13 +20,14 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import run as torchrun
 
+from tests.faults.acts import Fault
 from tests.launched import training
 
 LIMIT_S = 600.0
@@ -241,11 +242,11 @@ def killed_without_progress(folder: Path) -> Scenario:
     return look(folder, launch)
 
 
-def ended(fault: str) -> Callable[[Path], Scenario]:
+def ended(fault: Fault) -> Callable[[Path], Scenario]:
     """A rank ends in a way of its own, and that is all."""
 
     def scenario(folder: Path) -> Scenario:
-        launch = start(folder, {**NOISY, "chaos": fault}, *STANDALONE)
+        launch = start(folder, {**NOISY, "faults": [asdict(fault)]}, *STANDALONE)
         yield launch
         return look(folder, launch)
 
@@ -253,10 +254,22 @@ def ended(fault: str) -> Callable[[Path], Scenario]:
 
 
 ENDS = {
-    "exception:rank=1,step=2,section=backward": "failed with InjectedFaultError: injected by",
-    "segfault:rank=0,step=2,section=forward": "was killed by SIGSEGV",
-    "abort:rank=1,step=2,section=optimizer": "was killed by SIGABRT",
-    "exit:rank=0,step=2,section=data,amount=7": "ended with exit code 7",
+    "exception": (
+        Fault(kind="exception", rank=1, step=2, section="backward"),
+        "failed with InjectedFaultError: injected in backward",
+    ),
+    "segfault": (
+        Fault(kind="segfault", rank=0, step=2, section="forward"),
+        "was killed by SIGSEGV",
+    ),
+    "abort": (
+        Fault(kind="abort", rank=1, step=2, section="optimizer"),
+        "was killed by SIGABRT",
+    ),
+    "exit": (
+        Fault(kind="exit", rank=0, step=2, section="data", amount=7),
+        "ended with exit code 7",
+    ),
 }
 """Faults, and what the report says of them."""
 
@@ -309,7 +322,7 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "killed in a pipeline": killed_in_a_pipeline,
     "Lightning, killed first rank": killed_first_rank,
     "killed without progress": killed_without_progress,
-    **{fault: ended(fault) for fault in ENDS},
+    **{name: ended(fault) for name, (fault, _) in ENDS.items()},
 }
 """By name, the longest first."""
 

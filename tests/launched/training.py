@@ -2,7 +2,7 @@
 
 Keys of the JSON: ``layout`` and ``world``; ``steps``; ``seed``; ``noisy`` for a module and samples
 that all random generators touch, with ``workers``; ``policy``, options of `RestartPolicy`;
-``preemption``; ``chaos``, faults of `ChaosMonkey`.
+``preemption``; ``faults``, options of `Fault` for a `FaultInjector`.
 
 ``kills``: a rank and a step for each start by torchrun in turn (step -1: while it loads), where the
 rank kills itself. ``falls``: such starts in which rank 1 dies before it has met the others.
@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import (
-    ChaosMonkey,
     ConnectionConfig,
     MegatronStrategy,
     Preemption,
     RestartPolicy,
 )
 from tests.fault_tolerance.hangs.sockets import listening_addresses
+from tests.faults.acts import Fault
+from tests.faults.injector import FaultInjector
 from tests.strategy.resuming import Augmented, Noisy
 from tests.strategy.small import GLOBAL_BATCH, Small, dp_of, samples
 
@@ -138,8 +139,9 @@ def callbacks_for(options: dict[str, Any]) -> list[pl.Callback]:
             dirpath="checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1
         ),
     ]
-    if "chaos" in options:
-        callbacks.append(ChaosMonkey(options["chaos"]))
+    if "faults" in options:
+        faults = [Fault(**fault) for fault in options["faults"]]
+        callbacks.append(FaultInjector(faults, "struck"))
     if options.get("preemption"):
         callbacks.append(Preemption())
     if "strike" in options:

@@ -342,8 +342,6 @@ class _Sorter:
         else:
             key = (kind, attempt, event.get("step"), str(event.get("what")), str(who))
             what, detail, reason = (str(event.get(k) or "") for k in ("what", "detail", "reason"))
-            if detail.startswith(what):
-                what = ""
             text = ": ".join(filter(None, (what, detail, reason))) or _details(event)
         before = self._told.get(key)
         if before is not None:  # other ranks tell of the same
@@ -426,7 +424,7 @@ def _failed(save: dict[str, Any]) -> bool:
     return not save.get("ok") and bool(save.get("error"))
 
 
-_FAULTS = frozenset({"fault", "hang", "rollback", "slow_rank", "preempted", "injected"})
+_FAULTS = frozenset({"fault", "hang", "rollback", "slow_rank", "preempted"})
 
 
 def _explain_echoes(history: RunHistory) -> None:

@@ -37,7 +37,6 @@ SYMBOLS = {
     "hang": "‖ hang",
     "slow_rank": "▼ slow rank",
     "rollback": "← rollback",
-    "injected": "! injected",
     "preempted": "■ preempted",
     "interrupted": "■ interrupted",
     "stopped": "■ stopped",

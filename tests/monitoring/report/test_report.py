@@ -324,15 +324,6 @@ def test_stages_of_a_pipeline_are_no_outliers() -> None:
     assert ranks_table(ranks, 17.0).rows[0][-1] == "step, step 4, 12 s before the end"
 
 
-def test_a_fault_is_not_named_twice(tmp_path: Path) -> None:
-    write_short_run(tmp_path, saves=[True] * 3, end="failed")
-    path = event_file(tmp_path, 0)
-    fault = {"v": 1, "t": 105.5, "run": "short", "rank": 0, "step": 5, "kind": "injected"}
-    fault |= {"what": "kill", "detail": "kill:rank=1,step=5"}
-    path.write_text(path.read_text() + json.dumps(fault) + "\n")
-    assert "kill:rank=1,step=5" in [one.text for one in read_run_history(tmp_path).incidents]
-
-
 def test_every_failed_save_is_listed_and_each_text_names_a_path_once(tmp_path: Path) -> None:
     write_short_run(tmp_path, saves=[False, False, False], end="failed")
     history = read_run_history(tmp_path)

@@ -1,1 +1,0 @@
-"""Fault injection: faults as data, the acts themselves, and runs that are made to fail."""
