@@ -17,12 +17,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.layers.context_attention import gather, ring
 from lightning_megatron.layers.context_attention.blocks import Blocks, Task
 from lightning_megatron.layers.context_attention.partial_sums import wide
@@ -40,7 +38,6 @@ from lightning_megatron.topology.context import Context, context_of
 from lightning_megatron.topology.context_layout import ContextLayout, ContextOrder
 
 NAMESPACE = "lightning_megatron"
-_memory: WeakKeyDictionary[Context, Scratch] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +118,6 @@ class _Run:
         self._options = options
         context = context_of(options.context)
         self.ways = _ways_of(context, options.kind)
-        self._scratch = _memory.setdefault(context, Scratch())
         self._order = cast(ContextOrder, options.order)
         u = 1 if self.ways.heads is None else self.ways.heads.size
         cp = context.cp.size
@@ -153,9 +149,9 @@ class _Run:
             return out, lse, q.new_empty(0), q.new_empty(0)
         n = exchanged_heads(k.shape[2], heads.size)
         xs = q, repeated(k, n), repeated(v, n)
-        exchanged, whole = to_sequence(heads, self._order, xs, self._scratch)
+        exchanged, whole = to_sequence(heads, self._order, xs)
         out_whole, lse = self._attend(*whole)
-        [out] = to_heads(heads, self._order, [out_whole], self._scratch)
+        [out] = to_heads(heads, self._order, [out_whole])
         return out, lse, exchanged, out_whole
 
     def backward(
@@ -167,10 +163,10 @@ class _Run:
             q, k, v, out, lse = saved
             return self._differentiate(grad, q, k, v, out, lse)
         exchanged, out, lse = saved
-        whole_grad, _ = to_sequence(heads, self._order, [grad], self._scratch)
+        whole_grad, _ = to_sequence(heads, self._order, [grad])
         q, k, v = self._three(exchanged, out, kv_heads)
         whole = self._differentiate(whole_grad.view(out.shape), q, k, v, out, lse)
-        dq, dk, dv = to_heads(heads, self._order, whole, self._scratch)
+        dq, dk, dv = to_heads(heads, self._order, whole)
         return dq, summed(dk, kv_heads), summed(dv, kv_heads)
 
     def _three(self, exchanged: Tensor, out: Tensor, kv_heads: int) -> list[Tensor]:
@@ -194,7 +190,7 @@ class _Run:
         elif self.ways.gathers:
             gather.forward(keys, blocks, k, v)
         else:
-            ring.forward(keys, blocks, task, k, v, self._scratch)
+            ring.forward(keys, blocks, task, k, v)
         out, lse = blocks.result()
         return _filled(out, padded), lse
 
@@ -212,7 +208,7 @@ class _Run:
         elif self.ways.gathers:
             dk, dv = gather.backward(keys, blocks, k, v)
         else:
-            dk, dv = ring.backward(keys, blocks, task, k, v, self._scratch)
+            dk, dv = ring.backward(keys, blocks, task, k, v)
         dq = _filled(blocks.query_gradient(), padded)
         return dq, _filled(dk, key_padded), _filled(dv, key_padded)
 

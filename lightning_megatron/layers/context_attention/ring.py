@@ -16,10 +16,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.layers.context_attention.blocks import Blocks, Task
 from lightning_megatron.layers.context_attention.partial_sums import wide
 from lightning_megatron.topology.axis import Axis
@@ -105,19 +105,12 @@ class Transfer:
 
 
 def exchange(
-    axis: Axis,
-    like: Tensor,
-    sent: tuple[Tensor, int] | None,
-    received: tuple[Tensor, int] | None,
+    axis: Axis, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
 ) -> Transfer:
     """Start to send a tensor to a rank of the axis, and to receive one; all ranks call this.
 
-    On CPUs it is an all-to-all in which most parts are empty: gloo's single messages take several
-    times as long, as the thread that waits for one is the last to know of it.
-
     Args:
         axis: axis of both.
-        like: tensor of the device and format of both.
         sent: contiguous tensor, and place of its receiver on the axis.
         received: contiguous tensor to fill, and place of its sender.
     """
@@ -127,12 +120,6 @@ def exchange(
     if sent is not None:
         size = sent[0].numel() * sent[0].element_size()
         axis.meter.message(size, axis.ranks[sent[1]])
-    if like.device.type == "cpu":
-        outbox, parts = _splits(axis, sent, like)
-        inbox, places = _splits(axis, received, like)
-        # The group's own method: torch.distributed adds as much Python as all of a short message.
-        work = group.alltoall_base(inbox, outbox, places, parts)
-        return Transfer([work], [inbox, outbox], axis.meter)
     operations = []
     for message, run in ((sent, dist.isend), (received, dist.irecv)):
         if message is not None:
@@ -141,21 +128,9 @@ def exchange(
     return Transfer(works, held, axis.meter)
 
 
-def _splits(
-    axis: Axis, message: tuple[Tensor, int] | None, like: Tensor
-) -> tuple[Tensor, list[int]]:
-    """Flat memory of a message, and which part of it concerns each rank of the group."""
-    parts = [0] * axis.size
-    if message is None:
-        return like.new_empty(0), parts
-    tensor, place = message
-    parts[sorted(axis.ranks).index(axis.ranks[place])] = tensor.numel()
-    return tensor.view(-1), parts
-
-
-def forward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratch: Scratch) -> None:
+def forward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor) -> None:
     """Attend to the keys of all ranks."""
-    route, ring = Route.of(task, axis.size), _Keys(axis, scratch)
+    route, ring = Route.of(task, axis.size), _Keys(axis)
     ring.begin(route, k, v)
     for hop in range(route.hops + 1):
         ring.start(hop)
@@ -163,23 +138,19 @@ def forward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratc
         if source is not None:
             blocks.forward(source, *ring.present(hop))
         ring.finish()
-    ring.end()
 
 
-def backward(
-    axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratch: Scratch
-) -> tuple[Tensor, Tensor]:
+def backward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's keys and values."""
-    route, ring = Route.of(task, axis.size), _Keys(axis, scratch)
+    route, ring = Route.of(task, axis.size), _Keys(axis)
     ring.begin(route, k, v)
-    sums = _Gradients(axis, route, k, scratch)
+    sums = _Gradients(axis, route, k)
     for hop in range(route.hops + 1):
         ring.start(hop)
         source = route.source(hop)
         parts = [] if source is None else blocks.backward(source, *ring.present(hop))
         sums.add(hop, parts)
         ring.finish()
-    ring.end()
     return sums.result()
 
 
@@ -188,11 +159,10 @@ class _Keys:
 
     Args:
         axis: axis of the ring.
-        scratch: pool of memory.
     """
 
-    def __init__(self, axis: Axis, scratch: Scratch) -> None:
-        self._axis, self._scratch = axis, scratch
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
         self._transfer: Transfer | None = None
         self._buffers: list[Tensor] = []
 
@@ -201,12 +171,8 @@ class _Keys:
         self._route, self._own = route, (k, v)
         if not route.hops:
             return
-        shape = 2, *k.shape
-        for _ in range(2):
-            flat = self._scratch.take(2 * k.numel(), k.dtype, k.device)
-            self._buffers.append(flat.view(shape))
-        self._buffers[0][0].copy_(k)
-        self._buffers[0][1].copy_(v)
+        own = torch.stack((k, v))
+        self._buffers = [own, torch.empty_like(own)]
 
     def start(self, hop: int) -> None:
         """Start to pass on the present keys and to receive the next ones."""
@@ -216,7 +182,7 @@ class _Keys:
         if route.source(hop + 1) is not None:
             received = self._buffers[(hop + 1) % 2], (route.rank - 1) % route.size
         if hop < route.hops:
-            self._transfer = exchange(self._axis, self._own[0], sent, received)
+            self._transfer = exchange(self._axis, sent, received)
 
     def present(self, hop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a hop."""
@@ -231,12 +197,6 @@ class _Keys:
             self._transfer.wait()
             self._transfer = None
 
-    def end(self) -> None:
-        """Give the memory back."""
-        for buffer in self._buffers:
-            self._scratch.give(buffer)
-        self._buffers.clear()
-
 
 class _Gradients:
     """Gradients of keys and values, one hop behind them.
@@ -245,13 +205,11 @@ class _Gradients:
         axis: axis of the ring.
         route: route of the keys.
         like: keys of this rank.
-        scratch: pool of memory.
     """
 
-    def __init__(self, axis: Axis, route: Route, like: Tensor, scratch: Scratch) -> None:
-        self._axis, self._route, self._like, self._scratch = axis, route, like, scratch
+    def __init__(self, axis: Axis, route: Route, like: Tensor) -> None:
+        self._axis, self._route, self._like = axis, route, like
         self._transfers: list[Transfer] = []
-        self._taken: list[Tensor] = []
         self._own = self._buffer()
         self._pair: list[Tensor | None] = [None, None]
         self._turn = 0
@@ -278,7 +236,7 @@ class _Gradients:
             received = self._at(1 - self._turn), (route.rank - 1) % route.size
         if hop < route.hops:
             self._settle()
-            self._arriving = exchange(self._axis, present, sent, received)
+            self._arriving = exchange(self._axis, sent, received)
         self._send_home(hop, source, present)
         if following is not None:
             self._turn = 1 - self._turn
@@ -293,7 +251,7 @@ class _Gradients:
             self._home = self._buffer()
             received = self._home, route.holder(route.rank, hop)
         if route.ends(hop):
-            self._transfers.append(exchange(self._axis, present, sent, received))
+            self._transfers.append(exchange(self._axis, sent, received))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Gradients of this rank's keys and values."""
@@ -302,8 +260,6 @@ class _Gradients:
         if self._home is not None:
             self._own.add_(self._home)
         dk, dv = (x.to(self._like.dtype, copy=True) for x in self._own.unbind(0))
-        for buffer in self._taken:
-            self._scratch.give(buffer)
         return dk, dv
 
     def _settle(self) -> None:
@@ -321,9 +277,7 @@ class _Gradients:
 
     def _buffer(self) -> Tensor:
         like = self._like
-        flat = self._scratch.take(2 * like.numel(), wide(like.dtype), like.device)
-        self._taken.append(flat)
-        return flat.view(2, *like.shape)
+        return like.new_empty((2, *like.shape), dtype=wide(like.dtype))
 
 
 def add_parts(

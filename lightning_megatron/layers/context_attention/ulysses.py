@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context_layout import ContextLayout, ContextOrder
 
@@ -37,7 +36,7 @@ def exchanged_heads(kv_heads: int, ulysses: int) -> int:
 
 
 def to_sequence(
-    axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor], scratch: Scratch
+    axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange tensors of this rank's positions for whole ones of its heads; one message.
 
@@ -45,7 +44,6 @@ def to_sequence(
         axis: ranks that exchange.
         order: order of the chunks.
         xs_bsnd: tensors with all heads, whose numbers the size of the axis divides.
-        scratch: pool of memory.
 
     Returns:
         The memory of all tensors, and the tensors.
@@ -56,32 +54,30 @@ def to_sequence(
     shapes = [(x.shape[0], x.shape[1] * u, x.shape[2] // u, x.shape[3]) for x in xs_bsnd]
     numels = [x.numel() for x in xs_bsnd]
     whole = [y.view(shape) for y, shape in zip(torch.split(flat, numels), shapes, strict=True)]
-    with _Messages(axis, like, [part.shape for part in parts], scratch) as messages:
-        for place, part in zip(messages.sent, parts, strict=True):
-            place.copy_(part)
-        messages.exchange()
-        for y, arrived in zip(whole, messages.received, strict=True):
-            for own, theirs in _chunks(y, arrived, order):
-                own.copy_(theirs)
+    messages = _Messages(axis, like, [part.shape for part in parts])
+    for place, part in zip(messages.sent, parts, strict=True):
+        place.copy_(part)
+    messages.exchange()
+    for y, arrived in zip(whole, messages.received, strict=True):
+        for own, theirs in _chunks(y, arrived, order):
+            own.copy_(theirs)
     return flat, whole
 
 
-def to_heads(
-    axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor], scratch: Scratch
-) -> list[Tensor]:
+def to_heads(axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor]) -> list[Tensor]:
     """Inverse of `to_sequence`; results have memory of their own."""
     u, like = axis.size, xs_bsnd[0]
     shapes = [(u, x.shape[0], x.shape[1] // u, *x.shape[2:]) for x in xs_bsnd]
     results = []
-    with _Messages(axis, like, shapes, scratch) as messages:
-        for x, place in zip(xs_bsnd, messages.sent, strict=True):
-            for own, theirs in _chunks(x, place, order):
-                theirs.copy_(own)
-        messages.exchange()
-        for arrived in messages.received:
-            _, b, s, n, d = arrived.shape
-            y = arrived.new_empty((b, s, u, n, d))
-            results.append(y.copy_(arrived.movedim(0, 2)).flatten(2, 3))
+    messages = _Messages(axis, like, shapes)
+    for x, place in zip(xs_bsnd, messages.sent, strict=True):
+        for own, theirs in _chunks(x, place, order):
+            theirs.copy_(own)
+    messages.exchange()
+    for arrived in messages.received:
+        _, b, s, n, d = arrived.shape
+        y = arrived.new_empty((b, s, u, n, d))
+        results.append(y.copy_(arrived.movedim(0, 2)).flatten(2, 3))
     return results
 
 
@@ -106,16 +102,13 @@ class _Messages:
         axis: ranks that exchange.
         like: tensor of the same format and device.
         shapes: shapes of the tensors, ``[u, ...]``: one part for each rank.
-        scratch: pool of memory.
     """
 
-    def __init__(
-        self, axis: Axis, like: Tensor, shapes: Sequence[Sequence[int]], scratch: Scratch
-    ) -> None:
-        self._axis, self._scratch = axis, scratch
+    def __init__(self, axis: Axis, like: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        self._axis = axis
         rows = [math.prod(shape[1:]) for shape in shapes]
         size = axis.size * sum(rows)
-        self._memory = [scratch.take(size, like.dtype, like.device) for _ in range(2)]
+        self._memory = [like.new_empty(size) for _ in range(2)]
         self.sent, self.received = (
             [
                 torch.unflatten(part, 1, tuple(shape[1:]))
@@ -125,15 +118,6 @@ class _Messages:
             ]
             for memory in self._memory
         )
-
-    def __enter__(self) -> "_Messages":
-        """Return the messages."""
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Give the memory back."""
-        for memory in self._memory:
-            self._scratch.give(memory)
 
     def exchange(self) -> None:
         """Send part ``r`` of all tensors to rank ``r``, and wait for what others send."""
