@@ -43,7 +43,12 @@ from lightning_megatron._torch import (
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.optim.sharded_step import RowShard
-from lightning_megatron.parallel.fsdp_comm import UnitGather, UnitReduceScatter, count_sums
+from lightning_megatron.parallel.fsdp_comm import (
+    UnitGather,
+    UnitOrder,
+    UnitReduceScatter,
+    count_sums,
+)
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.plan import expert_parameters, is_expert_layer
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
@@ -70,6 +75,7 @@ class FullySharded(ZeroDataParallel):
 
     Attributes:
         copies: what stands in for parameters that no unit holds.
+        order: compares which units the ranks run.
     """
 
     def __init__(
@@ -101,6 +107,8 @@ class FullySharded(ZeroDataParallel):
         self._dense = self._experts = _Mesh(topology.dense, topology.zero_mesh())
         if experts and topology.experts is not topology.dense:
             self._experts = _Mesh(topology.experts, topology.expert_mesh())
+        group = topology.loss.group
+        self.order = UnitOrder([] if group is None else dist.get_process_group_ranks(group))
         self._lacked: set[Any] = set()
         self._filled: list[Any] = []
         self._sent: tuple[dist.Work, Tensor] | None = None
@@ -158,8 +166,9 @@ class FullySharded(ZeroDataParallel):
     def _count(self, unit: FSDPModule, over: "_Mesh") -> None:
         """Have what the unit sends counted."""
         meter = self._topology.loss.meter
-        gather: Any = UnitGather(meter)  # torch keeps the interfaces' names
-        scatter: Any = UnitReduceScatter(meter)
+        order, number = self.order, len(self._units)
+        gather: Any = UnitGather(meter, order, number)  # torch keeps the interfaces' names
+        scatter: Any = UnitReduceScatter(meter, order, number)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
         if over.axes.copies.size > 1:
@@ -221,6 +230,7 @@ class FullySharded(ZeroDataParallel):
         self._refuse_hooks()
         self._refuse_assignments()
         self._drop_gradients_of_nobody()
+        self.order.put()
         if self.copies is not None:
             self.copies.finish()
 

@@ -65,6 +65,7 @@ from lightning_megatron.parallel.apply import (
     remember_layout,
 )
 from lightning_megatron.parallel.compile import CompileConfig
+from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.parallel.unparallelize import is_whole
@@ -451,6 +452,13 @@ class MegatronStrategy(LaunchingStrategy):
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
         collectives.share_metrics(module, self.topology)
+        if isinstance(parallel.data, FullySharded):
+            parallel.data.order.settle_by(self.votes.register("units of ZeRO 3"))
+            self.votes.on_settled(self._check_units)
+
+    def _check_units(self) -> None:
+        if self._parallel is not None and isinstance(self._parallel.data, FullySharded):
+            self._parallel.data.order.check()
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
         """Tuners for a new layout."""

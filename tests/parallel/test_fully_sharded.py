@@ -5,15 +5,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_megatron
 from lightning_megatron import PipelineConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
-from lightning_megatron.testing import WorkerPool
+from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.habits import Branches, BranchesInside, Habit
 from tests.parity.jobs import quiet_trainer
 from tests.parity.plain_modules import FromMemory
@@ -123,6 +125,35 @@ def mixed_job() -> bool:
 
 def test_zeros_are_in_the_format_of_gradients(pool: WorkerPool) -> None:
     assert pool.run(2, mixed_job) == [True, True]
+
+
+class Either(Habit):
+    """Ranks run layers of one size, each another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.mse_loss(self(x) + self.ways[dist.get_rank() % 2](x), y)
+
+
+def either_job(options: dict[str, Any], trainer: dict[str, Any]) -> None:
+    train(Either(), MegatronStrategy(zero=3, **options), **trainer)
+
+
+@pytest.mark.parametrize("layout", ["whole", "microbatches", "accumulation"])
+def test_ranks_that_run_other_layers_say_so(pool: WorkerPool, layout: str) -> None:
+    """Shards of one size would be taken for each other."""
+    options, trainer = ({}, {}) if layout == "whole" else LAYOUTS[layout][2:]
+    with pytest.raises(WorkerError) as failure:
+        pool.run(2, either_job, options, trainer)
+    assert isinstance(failure.value.__cause__, ConfigError)
+    text = str(failure.value.__cause__)
+    assert "rank 1 ran other layers than rank 0" in text
+    assert "nearest valid: zero=2" in text
+    assert len(failure.value.failures) == 2
 
 
 class Unhooked(Habit):
