@@ -1,6 +1,7 @@
 """Private names between a Trainer and the strategy, the module, and the precision plugin."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -80,12 +81,17 @@ class PrecisionAroundClosure(Precision):
         self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]
     ) -> Any:
         # Private: `Precision._wrap_closure`, which `Precision.optimizer_step` passes on.
-        result = super()._wrap_closure(model, optimizer, closure)
+        with self.around_closure():
+            result = super()._wrap_closure(model, optimizer, closure)
         self.before_update()
         return result
 
     def before_update(self) -> None:
         """Called after the closure, before the optimizer has changed anything."""
+
+    def around_closure(self) -> AbstractContextManager[None]:
+        """Context of a closure that an optimizer runs, and of the hooks behind it."""
+        return nullcontext()
 
     def finish_closure(self, model: LightningModule, optimizer: Any) -> None:
         """Call the hooks that see gradients, and clip these, after a closure that was run here.

@@ -34,11 +34,13 @@ from lightning_megatron._torch.graphs import CallersMode as CallersMode
 from lightning_megatron._torch.graphs import (
     DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
 )
+from lightning_megatron._torch.graphs import EnableTorchFunction as EnableTorchFunction
 from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode
 from lightning_megatron._torch.graphs import compile_with_callers_only as compile_with_callers_only
 from lightning_megatron._torch.graphs import current_function_mode as current_function_mode
 from lightning_megatron._torch.graphs import keep_version as keep_version
 from lightning_megatron._torch.graphs import runs_backward as runs_backward
+from lightning_megatron._torch.graphs import runs_compiled_backward as runs_compiled_backward
 from lightning_megatron._torch.graphs import tree_flatten as tree_flatten
 from lightning_megatron._torch.graphs import tree_map as tree_map
 from lightning_megatron._torch.graphs import tree_unflatten as tree_unflatten
@@ -66,6 +68,7 @@ from lightning_megatron._torch.kernels import end_kernel_threads as end_kernel_t
 from lightning_megatron._torch.kernels import flash_attention as flash_attention
 from lightning_megatron._torch.kernels import flash_attention_backward as flash_attention_backward
 from lightning_megatron._torch.kernels import foreach_clamp_ as foreach_clamp_
+from lightning_megatron._torch.kernels import foreach_functions as foreach_functions
 from lightning_megatron._torch.kernels import foreach_lerp as foreach_lerp
 from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_
 from lightning_megatron._torch.kernels import foreach_mul_ as foreach_mul_

@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+EnableTorchFunction: Any = torch._C._EnableTorchFunction
+"""Its opposite, which ``torch.overrides`` uses for the same (2.11-2.13)."""
+
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile and the checkpoint wrapper insert (2.11-2.13)."""
 
@@ -68,3 +71,9 @@ def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
 def runs_backward() -> bool:
     """Whether this thread is within a backward (2.11-2.13; torch's checkpoint asks so too)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def runs_compiled_backward() -> bool:
+    """Whether this thread is within the backward of a compiled graph (2.11-2.13)."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and node.name() == "CompiledFunctionBackward"

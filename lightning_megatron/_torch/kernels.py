@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def foreach_functions() -> dict[Any, str]:
+    """Functions of lists of tensors, and the name of what each does to one (2.11-2.13)."""
+    prefix = "_foreach_"
+    names = (name for name in dir(torch) if name.startswith(prefix))
+    return {getattr(torch, name): name.removeprefix(prefix) for name in names}
+
+
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Euclidean norm of each tensor, in one kernel where the device has one (2.11-2.13)."""
     norms: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype) if tensors else []

@@ -14,6 +14,8 @@ from torch import nn
 from typing_extensions import Self
 
 from lightning_megatron._torch import known_groups
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.memory import mark_forward
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,7 +54,10 @@ def _joined(front: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     methods = {name: _like(front, own, name) for name in getattr(front, "surrounds", ())}
     behind = getattr(front, "behind", None)
     bases = (own,) if behind is None else (behind,) if issubclass(behind, own) else (own, behind)
-    return type(own.__name__, (front, *bases), {**names, **methods})
+    joined = type(own.__name__, (front, *bases), {**names, **methods})
+    if issubclass(front, ParallelLayer):
+        mark_forward(joined)  # which may be that of the module's own class
+    return joined
 
 
 RUN_STATE = ("_gathered", "_divided", "meet")

@@ -31,6 +31,7 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.topology.axis import Axis
 
 _SOURCE = "_gathered_from"
@@ -102,6 +103,7 @@ class _LinearOfGathered(Function):
     """``x, part, weight, bias -> y``."""
 
     @staticmethod
+    @on_memory
     def forward(
         ctx: Any,
         x: Tensor,
@@ -126,6 +128,7 @@ class _LinearOfGathered(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         needs, gemm = ctx.needs_input_grad, ctx.gemm

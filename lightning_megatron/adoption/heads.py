@@ -350,7 +350,7 @@ def _seen_as(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterato
     """Context in which a module's code sees tensors in the place of its parameters.
 
     They are no parameters: what watches user's code for numbers of weights that a rank has in part
-    (`parallel.whole_reductions`) leaves them alone.
+    (`layers.weights`) leaves them alone.
     """
     seen = {name: x.view_as(x) for name, x in tensors.items() if x is not None}
     try:

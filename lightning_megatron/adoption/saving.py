@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_megatron.adoption.classes import CopiedWhole, become
 from lightning_megatron.adoption.huggingface import is_huggingface
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.layers.stored_tensor import StoredTensor
 
 
@@ -37,6 +38,7 @@ class SavedWhole(CopiedWhole):
 
     surrounds = ("save_pretrained",)
 
+    @own_weights
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> None:

@@ -17,9 +17,11 @@ from lightning_megatron.checkpoint.chunks import (
 )
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.apply import layout_of
 
 
+@own_weights
 def gather(
     module: nn.Module,
     rank: int | None = None,
@@ -76,6 +78,7 @@ def gather(
     return found if mine else {}
 
 
+@own_weights
 def gather_named(
     module: nn.Module, names: Collection[str], rank: int | None = None
 ) -> dict[str, Tensor]:

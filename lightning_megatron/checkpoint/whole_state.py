@@ -43,6 +43,7 @@ from lightning_megatron.checkpoint.chunks import (
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.unparallelize import is_whole
@@ -57,6 +58,7 @@ class _Edited:
     problems: tuple[str, ...]
 
 
+@parts_of_weights
 class WholeState:
     """The whole state_dict that hooks see while a checkpoint is saved or loaded; collective.
 

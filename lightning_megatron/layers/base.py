@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron.layers.memory import mark_forward
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
@@ -99,6 +100,11 @@ class ParallelLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tensor_shards = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            mark_forward(cls)
 
     @property
     def tp_size(self) -> int:

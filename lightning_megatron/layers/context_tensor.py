@@ -29,7 +29,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import context_rules as rules
 from lightning_megatron.layers.context_part import ContextPart, Place
 from lightning_megatron.layers.context_rules import Args, Kwargs, Rule, along
-from lightning_megatron.layers.split_rules import changes, functions
+from lightning_megatron.layers.split_rules import changes, communicates, functions
 from lightning_megatron.layers.splits import own_part, part_of, whole
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class ContextTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
+        if any(getattr(kind, "handles_weights", False) for kind in types):
+            return NotImplemented
         if func in _OF_WRAPPER:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -134,7 +136,7 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``func`` of the whole tensors."""
     first = part_of(args[0]) if args else None
     _refuse_late_readers(func, args, kwargs)
-    if first is not None and (changes(func) or func in _SETTLES or _communicates(func)):
+    if first is not None and (changes(func) or func in _SETTLES or communicates(func)):
         with torch.enable_grad():
             first.whole()
         first.is_settled = True
@@ -168,11 +170,6 @@ def _refuse_late_readers(func: Callable[..., Any], args: Args, kwargs: Kwargs) -
             "gradient went by parts; nearest valid: x = lightning_megatron.layers.whole(x) before "
             "it is used, or register_hook and retain_grad before"
         )
-
-
-def _communicates(func: Callable[..., Any]) -> bool:
-    """Whether a function may write into its argument what other ranks sent."""
-    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
 
 
 def _of_residual(func: Callable[..., Any]) -> str:

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from lightning_megatron._torch import compile_with_callers_only, in_shape
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.gemm import GemmBackend
+from lightning_megatron.layers.memory import on_memory
 
 
 class WgradTask(NamedTuple):
@@ -100,6 +101,7 @@ class WgradQueue:
         return tasks
 
 
+@on_memory
 def add_gradients(tasks: list[WgradTask]) -> None:
     """Compute deferred gradients, add them to ``.grad``, and empty the list on the way."""
     total: dict[int, tuple[Tensor, Tensor]] = {}
@@ -305,6 +307,7 @@ class _Linear(Function):
     """``x, weight, bias -> y``."""
 
     @staticmethod
+    @on_memory
     def forward(
         ctx: Any,
         x: Tensor,
@@ -323,6 +326,7 @@ class _Linear(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs, gemm = ctx.needs_input_grad, ctx.gemm

@@ -36,6 +36,7 @@ from lightning_megatron.layers.context_tensor import on_rows
 from lightning_megatron.layers.delayed_wgrad import breaks_graphs, can_defer, linear, without_graphs
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.layers.splits import own_part, part_of, split_of, whole
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
@@ -334,6 +335,7 @@ class RowParallelLinear(_Linear):
         return row_parallel(x, topology, self)
 
 
+@own_weights
 @breaks_graphs
 def row_parallel(
     x: Tensor, topology: Topology, layer: RowParallelLinear, sequence: bool | None = None
@@ -400,6 +402,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+@own_weights
 @breaks_graphs
 def _column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
     topology = layers[0].topology

@@ -33,6 +33,7 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.topology.axis import Axis
 
 SEQUENCE_DIM = 1
@@ -51,6 +52,7 @@ class _ColumnParallel(Function):
     """
 
     @staticmethod
+    @on_memory
     def forward(
         ctx: Any,
         x: Tensor,
@@ -80,6 +82,7 @@ class _ColumnParallel(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs, wgrad_queue = ctx.needs_input_grad, ctx.wgrad_queue
@@ -124,6 +127,7 @@ class _RowParallel(Function):
     """``x, weight, bias -> y`` (see the module's table)."""
 
     @staticmethod
+    @on_memory
     def forward(
         ctx: Any,
         x: Tensor,
@@ -147,6 +151,7 @@ class _RowParallel(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs, gemm = ctx.needs_input_grad, ctx.gemm

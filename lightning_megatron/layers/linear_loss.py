@@ -64,6 +64,7 @@ from lightning_megatron.layers.loss import (
     position_terms,
     reduced,
 )
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.size_checks import vocabulary_problems
 from lightning_megatron.layers.splits import part_of
 from lightning_megatron.topology.axis import Axis
@@ -251,6 +252,7 @@ class _LinearCrossEntropy(Function):
     """``x, weight, bias, targets, ignored -> loss`` of every position (see the module's text)."""
 
     @staticmethod
+    @on_memory
     def forward(
         ctx: Any,
         x: Tensor,
@@ -286,6 +288,7 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, lse_n, index_n, foreign_n, ignored_n = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad

@@ -27,10 +27,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch import (
+    EnableTorchFunction,
+    foreach_functions,
+    tree_flatten,
+    tree_map,
+)
 from lightning_megatron.comm.collectives import own_slice, start_gather
 from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.part_norms import norms
 from lightning_megatron.layers.splits import (
     Split,
     beside,
@@ -60,6 +66,8 @@ _CHANGES = {
     "__setitem__": "x[...] = y",
     "__set__": "x.data = y",
 }
+FOREACH = foreach_functions()
+"""Functions of lists of tensors, and the name of what each does to one."""
 REMEDY = (
     "nearest valid: the same function on lightning_megatron.layers.whole(x), the whole tensor on "
     "every tp rank, or gather_output=True in the ColumnParallelLinear that x comes from"
@@ -69,11 +77,18 @@ REMEDY = (
 def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule: ``func`` of the whole tensors.
 
+    What changes a part in place, as those of weights and gradients, changes the whole, of which
+    this rank then keeps its part.
+
     Raises:
-        ConfigError: ``func`` would change a part in place.
+        ConfigError: ``func`` would change a part in place that has a gradient.
     """
-    changed = args[0] if args and changes(func) else kwargs.get("out")
+    changes_first = args and (changes(func) or communicates(func))
+    changed = args[0] if changes_first else kwargs.get("out")
     if split_of(changed) is not None:
+        memory = "out" in kwargs or getattr(func, "__name__", "") == "__set__"
+        if not (memory or _learns(changed)):
+            return _written(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
         raise ConfigError(
             f"{_CHANGES.get(name, name)}: changes in place, and not element by element, a "
@@ -83,10 +98,43 @@ def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 
 
+def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    part: Tensor = args[0]
+    split = known_split(part)
+    with torch.no_grad():
+        changed = whole(part)
+        rest, kwargs = whole((args[1:], kwargs))
+        func(changed, *rest, **kwargs)
+        own_part(part).copy_(own_slice(changed, split.axis, split.dim))
+    return part
+
+
+def foreach(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of functions of lists of tensors: each by itself; norms go together over the ranks."""
+    name = FOREACH[func]
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
+    if name == "norm" and order > 0 and not any(map(_learns, args[0])):
+        return norms(args[0], float(order), kwargs.get("dtype"))
+    each: Any = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+    found = []
+    with EnableTorchFunction():
+        for place in range(len(lists[0])):
+            own = [a[place] if isinstance(a, list | tuple) else a for a in args]
+            named = {k: v[place] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+            found.append(each(*own, **named))
+    return None if name.endswith("_") else found
+
+
 def changes(func: Callable[..., Any]) -> bool:
     """Whether a function of torch changes its first argument."""
     name = getattr(func, "__name__", "")
     return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+
+
+def communicates(func: Callable[..., Any]) -> bool:
+    """Whether a function may write into its argument what other ranks sent."""
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
 
 
 def on_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -218,6 +266,17 @@ def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     )
 
 
+def normed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of the norm of all elements: the norm of the norms of the parts."""
+    x = args[0]
+    order, dim, _, dtype = given_by(args, kwargs, p=2.0, dim=None, keepdim=False, dtype=None)
+    order = 2.0 if order in (None, "fro") else kwargs.get("ord", order)
+    if dim is not None or isinstance(order, str) or order <= 0:
+        return on_whole(func, args, kwargs)
+    local = torch.linalg.vector_norm(own_part(x), order, dtype=dtype)
+    return torch.linalg.vector_norm(gather_from(local.view(1), x._split.axis, 0), order)
+
+
 def softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``softmax`` along the split dim; each rank has its part of the result."""
     out = log_softmax(func, args, kwargs)
@@ -302,10 +361,24 @@ def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``F.linear`` on a tensor that is split along another dim than the features."""
     x, split = args[0], split_of(args[0])
-    if split is None or split.dim == x.dim() - 1 or len(_splits(args, kwargs)) > 1:
+    if split is None:
+        return _linear_of_part(func, args, kwargs)
+    if split.dim == x.dim() - 1 or len(_splits(args, kwargs)) > 1:
         return on_whole(func, args, kwargs)
     rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
     return marked_as(func(x, *rest, **kwargs), x, split.dim)
+
+
+def _linear_of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Features that follow from this rank's rows of a weight, as a split tensor."""
+    x, weight, bias = (*args, kwargs.get("weight"), kwargs.get("bias"))[:3]
+    split = split_of(weight)
+    if split is None or split.dim != 0 or weight.dim() != 2 or len(args) < 2:
+        return on_whole(func, args, kwargs)
+    if bias is not None and split_of(bias) is None:
+        bias = beside(bias, weight.shape[0], 1, split.axis)
+    out = func(copy_to(x, split.axis) if _learns(x) else x, own_part(weight), bias)
+    return marked(out, type(weight), split.topology, out.dim() - 1)
 
 
 def layer_norm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

@@ -297,7 +297,9 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
     put(along(2, keeps=True, last=True), "topk")
     put(along(2, last=True), "kthvalue")
     put(along(1), "prod any all nansum nanmean median nanmedian std var")
-    put(along(2), "norm")
+    put(along(2, special=rules.normed), "norm")
+    for func in rules.FOREACH:
+        found[func] = rules.foreach
     put(along(2, keeps=True), "normalize")
     put(rules.picked, "gather")
     put(rules.product, "matmul bmm mm __matmul__ __rmatmul__")
@@ -310,3 +312,10 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
 
 
 _RULES = _table()
+OF_TENSOR = frozenset(func for func, rule in _RULES.items() if rule is rules.on_parts)
+"""Functions that depend neither on values nor on shapes."""
+
+
+def rule_of(func: Callable[..., Any]) -> Rule:
+    """Rule of a function of torch on split tensors."""
+    return _RULES.get(func, rules.on_whole)

@@ -47,6 +47,11 @@ def part_of(value: Any) -> Any:
     return getattr(value, "_context", None) if isinstance(value, Tensor) else None
 
 
+def place_of(value: Any) -> Any:
+    """`layers.weights.Place` of a weight, or a gradient, of which ranks have parts; else None."""
+    return getattr(value, "_place", None) if isinstance(value, Tensor) else None
+
+
 def own_part(x: Tensor) -> Tensor:
     """Return this rank's part of a split tensor as a plain tensor; any other tensor unchanged.
 

@@ -56,11 +56,12 @@ from typing_extensions import override
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.memory import unwrapped, weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.parallel.whole_reductions import unseen
+from lightning_megatron.parallel.stage_numbers import unseen
 
 Scope = Literal["none", "block", "model"]
 
@@ -212,9 +213,10 @@ class _Compiled(BlockForward):
         if torch.compiler.is_compiling():  # a part of a larger graph
             return self._forward(*args, **kwargs)
         if self._run is None:
-            self._run = torch.compile(self._forward, backend=self._backend, dynamic=self._dynamic)
+            forward = unwrapped(self._forward)
+            self._run = torch.compile(forward, backend=self._backend, dynamic=self._dynamic)
         layer = _last_layer(self._block)
-        with unseen():
+        with weights_in_parts(), unseen():
             output = self._run(*args, **kwargs)
         # Inside of a graph what is split over tp is plain.
         return output if layer is None or layer.tp_size == 1 else layer.marked_output(output)

@@ -42,6 +42,7 @@ from lightning_megatron._torch import (
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.fsdp_comm import (
     UnitGather,
@@ -61,6 +62,7 @@ from lightning_megatron.parallel.zero import (
 from lightning_megatron.topology.mesh import ParameterAxes, Topology
 
 
+@memory_of_parts
 class FullySharded(ZeroDataParallel):
     """Wraps modules with FSDP2 and steers its communication.
 
@@ -367,6 +369,7 @@ def refuse_hooks(names: Iterable[str]) -> None:
         )
 
 
+@memory_of_parts
 class HostShard:
     """A copy of a shard in host memory, on which the optimizer steps.
 

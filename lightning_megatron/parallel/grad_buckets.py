@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron._torch import start_reduce_scatter
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.meter import Meter
 
@@ -71,6 +72,7 @@ class _Bucket:
     """This rank's part with its flags, summed over the microbatches of a batch."""
 
 
+@memory_of_parts
 class GradientBuckets:
     """Averages the gradients of whole parameters.
 

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron._torch import stamps
 from lightning_megatron.layers.base import TensorShard
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.clip import (
     EPSILON,
     clip_coefficient,
@@ -52,6 +53,7 @@ from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import ParameterAxes, Topology
 
 
+@memory_of_parts
 @dataclass(frozen=True, kw_only=True)
 class ParameterRole:
     """Everything about one parameter that its gradient's fate depends on."""
@@ -120,6 +122,7 @@ _COALESCED = 1 << 20
 """Elements up to which gradients travel together; larger ones alone, without another copy."""
 
 
+@memory_of_parts
 class GradientSet:
     """The gradients of one rank's parameters.
 

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.shard_spec import rows_of
 
 
+@memory_of_parts
 class OwnedRows:
     """Rows of a parameter that one rank's optimizer owns.
 

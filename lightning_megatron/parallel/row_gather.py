@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron._torch import start_all_gather
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.parallel.grad_buckets import BUCKET_BYTES
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.meter import Meter
@@ -56,6 +57,7 @@ class _Bucket:
     received: Tensor | None = None
 
 
+@memory_of_parts
 class RowGather:
     """Gathers rows into the parameters they belong to.
 

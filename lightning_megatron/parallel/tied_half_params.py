@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatron.layers.memory import memory_of_parts
 
+
+@memory_of_parts
 class TiedHalfParams:
     """Stands in for some parameters of a module while it runs.
 

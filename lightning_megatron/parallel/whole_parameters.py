@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.gradients import ParameterRole
@@ -46,6 +47,7 @@ from lightning_megatron.parallel.zero import (
 from lightning_megatron.topology.mesh import ParameterAxes, Topology
 
 
+@memory_of_parts
 class WholeParameters(ZeroDataParallel):
     """Reduces gradients to the owners of rows, and gathers what they have made of them.
 

@@ -16,7 +16,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._lightning import PrecisionAroundClosure
-from lightning_megatron._torch import gather_through, gathers_through
+from lightning_megatron._torch import (
+    DisableTorchFunctionSubclass,
+    EnableTorchFunction,
+    gather_through,
+    gathers_through,
+)
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.optim.gathered_step import GatheredStep, steps_on_whole
 from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards
@@ -41,7 +46,6 @@ class ShardedPrecision(PrecisionAroundClosure):
         overflowed: whether the gradients of the next step are not finite because of the loss scale;
             such a step is skipped anyway, and is no fault.
         left_out: number of steps so far that a callback asked to skip.
-        around_step: function that returns a context for each step on shards.
     """
 
     skipped = False
@@ -49,7 +53,6 @@ class ShardedPrecision(PrecisionAroundClosure):
     left_out = 0
     _skip = False
     gradients: GradientSet | None = None
-    around_step: Callable[[], AbstractContextManager[None]] = nullcontext
     _local_steps: dict[Optimizer, ShardedStep | GatheredStep] | None = None
 
     @property
@@ -70,7 +73,8 @@ class ShardedPrecision(PrecisionAroundClosure):
         if self._gradients().lends_nothing(optimizer) and not steps_on_shards(optimizer):
             # All is here; this one may call the closure as often as it wants.
             try:
-                return super().optimizer_step(optimizer, model, closure, **kwargs)
+                with DisableTorchFunctionSubclass():
+                    return super().optimizer_step(optimizer, model, closure, **kwargs)
             except _LeftOut:
                 return None
         result = closure()
@@ -83,6 +87,12 @@ class ShardedPrecision(PrecisionAroundClosure):
         """Leave the step of an optimizer that runs the closure itself, if it is skipped."""
         if self._leave_out():
             raise _LeftOut
+
+    @override
+    def around_closure(self) -> AbstractContextManager[None]:
+        """Context of the user's code that an optimizer's step calls."""
+        found: AbstractContextManager[None] = EnableTorchFunction()
+        return found
 
     def skip_step(self) -> None:
         """Skip the next step; called on all ranks or on none."""
@@ -156,7 +166,7 @@ class ShardedPrecision(PrecisionAroundClosure):
             kind = GatheredStep if steps_on_whole(optimizer, specs) else ShardedStep
             self._local_steps[optimizer] = kind(optimizer, specs, self._gradients().lends)
         swapped = self._local_steps[optimizer].tensors_swapped()
-        with self.around_step(), swapped, self._around(optimizer):
+        with DisableTorchFunctionSubclass(), swapped, self._around(optimizer):
             return optimizer.step(**kwargs)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:

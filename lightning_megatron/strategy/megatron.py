@@ -407,7 +407,6 @@ class MegatronStrategy(LaunchingStrategy):
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
             self.parallel.data.show_gradients(looks)
-            self.weight_watch.begin(zero_3=self.options.zero.stage == 3)
             if self.parallel.spare is not None:
                 self.tuners.append(MeasuredPartition(self))
         self.stop.begin()
@@ -423,6 +422,7 @@ class MegatronStrategy(LaunchingStrategy):
             microbatches=lambda: self.steps.step.count,
         )
         self.setup_precision_plugin()
+        self.weight_watch.begin()
 
     def _new_fitting(self) -> FittingMicrobatch | None:
         """Search for the size of microbatches, where the user leaves it to the strategy."""

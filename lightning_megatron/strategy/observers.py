@@ -11,7 +11,8 @@ reduce-scatter, so it is done only where somebody may look:
 * where code of the module or of a callback mentions gradients (`strategy.code_inspection`).
 
 Weights and gradients of which ranks hold parts (tp, ZeRO 3, stages of a pipeline) are looked after
-by `parallel.whole_reductions` where such code exists, or such that mentions parameters.
+by `layers.weights`; `parallel.stage_numbers` watches a pipeline where such code exists, or such
+that mentions parameters.
 
 Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
 know where gradients are.

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import local_tensor
+from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.run import Run
 
@@ -47,6 +48,7 @@ class _Copy:
     tensors: dict[Any, Tensor] = field(default_factory=dict)
 
 
+@parts_of_weights
 class Rollback:
     """Copies of the state of a run, and the way back to them.
 

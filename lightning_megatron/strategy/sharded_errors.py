@@ -3,7 +3,7 @@
 Under ZeRO 3 parameters and gradients are DTensors, of which a rank holds a part; weights are whole
 only while the forward of the module runs that owns them. torch says so in words that name neither
 the module nor a way out: `explain` replaces them. What would not fail is made true by
-`parallel.whole_reductions`.
+`layers.weights`.
 """
 
 import re
@@ -54,6 +54,11 @@ EXPLANATIONS = (
         "a parameter or gradient was given another shape, and under zero=3 it is in parts that "
         "cannot take it",
         "or make it whole by .full_tensor(), or take gradients from strategy.gradients",
+    ),
+    Explanation(
+        r"cannot assign .* as parameter",
+        "a tensor was put in the place of a weight, which zero=3 keeps in parts",
+        "or write into the weight, as in p.data.copy_(values)",
     ),
     Explanation(
         r"weights trying to be saved contained shared tensors",

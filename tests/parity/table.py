@@ -223,17 +223,13 @@ enter(
     AddsNoise=_GRADIENTS,
     Twice=_GRADIENTS,
     CallsInHooks=_whole(r"CallsInHooks is called outside of a run.*nearest valid"),
-    Generates=_whole(rf"model\.transformer\.wte, used in Generates\.on_train_batch_end: .*{_KEPT}"),
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     Copies=_whole(rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather"),
     Prunes=_whole(rf"ModelPruning\.on_train_epoch_end: .*{_KEPT}full_tensor"),
     Averages=_whole(r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2"),
     AveragesEvenly=_whole(r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2"),
-    ReducesByHand={
-        **_GRADIENTS,
-        **_whole(rf"ReducesByHand\.on_after_backward: .*{_KEPT}gradients"),
-    },
+    ReducesByHand=_GRADIENTS,
     CopiesAtEpochEnd=_whole(rf"CopiesAtEpochEnd\.on_train_epoch_end: .*{_KEPT}lightning_megatron"),
     ZeroRedundancy={
         **_GRADIENTS,
@@ -242,17 +238,11 @@ enter(
             **dict.fromkeys(("zero 1", "zero 2"), "optimizer=ZeroRedundancyOptimizer: it divides"),
         ),
     },
-    AssignsElsewhere=_whole(
-        r"net\.0\.weight, .*: \.data was assigned.*nearest valid: p\.data\.copy_"
-    ),
     GradientPenalty=_whole(rf"GradientPenalty: .*{_KEPT}differentiate once"),
-    OtherMethods=_whole(rf"blocks\.0\.linear, used in OtherMethods\.training_step: .*{_KEPT}call"),
 )
 
 
 # Modules of parallel layers, which any layout can hold.
-_TP_CAT = r"net\.up\.weight: cat was called .* of which each of tp=2 ranks"
-_IN_CHECKPOINT = r"norm of a parameter .*within torch\.utils\.checkpoint"
 _OF_RANK_0 = "items of the PipelineSequential on pipeline rank 0 leave"
 _OF_ALL = r"(unites values of several parameters \(net\.|goes through all).*with pp=2 each rank has"
 _NUMBERS_OF_ALL = r"goes through all parameters and takes numbers of them \(float\)"
@@ -288,23 +278,10 @@ enter(
     **dict.fromkeys(
         ("ClipsInHook", "NormOfEach", "NormalisesWeights", "HeadOnly", "Gathers"), _TOGETHER_TOO
     ),
-    StackedNorms=_staged(_OF_ALL, tp=_TP_CAT),
-    Vectors=_staged(_OF_ALL, tp=_TP_CAT),
-    RecomputedPenalty={
-        "also": ("zero 3",),
-        **_on_one_stage(
-            _OF_ALL,
-            tp=rf"net\.up\.weight: {_IN_CHECKPOINT}",
-            **{"zero 3": _IN_CHECKPOINT},
-        ),
-    },
-    NoisyWeights={
-        "also": ("zero 3",),
-        "refused": {
-            "tp": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
-            "zero 3": r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters",
-        },
-    },
+    StackedNorms={"also": ("zero 3",), **_staged(_OF_ALL)},
+    Vectors={"also": ("zero 3",), **_staged(_OF_ALL)},
+    RecomputedPenalty={"also": ("zero 3",), **_on_one_stage(_OF_ALL)},
+    NoisyWeights={"also": ("zero 3",)},
     NormedWeight={
         "refused": {
             "tp": r"net\.down\.weight: a parametrization .* of a parameter that tp=2 slices"
@@ -405,20 +382,10 @@ enter(
 
 
 # Mixtures of experts: strangers with one in their net, and what only a mixture invites.
-_EP_CAT = r"cat was called .* of which each of (ep|tp)=\d ranks"
 _EP_CUT: dict[str, dict[str, Any]] = {
-    name: {"refused": {"experts": words}, "also": ("ep",)}
-    for name, words in {
-        "StackedNorms": _EP_CAT,
-        "Vectors": _EP_CAT,
-        "RecomputedPenalty": _IN_CHECKPOINT,
-        "NoisyWeights": r"add combines .*of which each of (ep|tp)=\d ranks holds a part",
-    }.items()
+    name: {"also": ("ep", "ep zero 3")}
+    for name in ("StackedNorms", "Vectors", "RecomputedPenalty", "NoisyWeights")
 }
-_EP_CUT["NoisyWeights"]["also"] = ("ep", "ep zero 3")
-_EP_CUT["NoisyWeights"]["refused"]["ep zero 3"] = (
-    r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters"
-)
 _EP_CUT["TensorHooks"] = {
     "refused": {
         "ep zero 3": r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2"
@@ -470,9 +437,8 @@ TABLE |= {
         module=expert_habits.Chooses,
         refused={"ep": r"ep=2: ranks \(0, 1\) run different layers with experts"},
     ),
-    "experts/Softens": _NEVER(
-        module=expert_habits.Softens,
-        refused={"ep": r"ep=2: mix\.forward \(Soft\) computes with down, up itself"},
+    "experts/Softens": Entry(
+        module=expert_habits.Softens, kinds=("experts",), also=("ep", "ep zero 3")
     ),
     "experts/HooksRouter": Entry(
         module=expert_habits.HooksRouter,

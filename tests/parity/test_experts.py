@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_megatron import ReplicaCheck
+from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.gradients import local
-from lightning_megatron.parallel.whole_reductions import unseen
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.fault_tolerance.replicas.test_check import Flip
@@ -181,7 +181,7 @@ EXPERT = "model.trunk.layers.0.mlp.experts.up"
 
 class Unseen(Flip):
     def on_train_batch_end(self, *args: Any) -> None:
-        with unseen():
+        with weights_in_parts():
             super().on_train_batch_end(*args)
 
 
@@ -221,7 +221,7 @@ class AtRest(L.Callback):
     """Elements of experts that this rank keeps: as shards, and in a moment of the optimizer."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        with unseen():
+        with weights_in_parts():
             data, roles = trainer.strategy.parallel.data, trainer.strategy.gradients.roles
             data.come_to_rest()
             experts = [role for role in roles if ".experts." in role.name]

@@ -26,6 +26,7 @@ from lightning_megatron._torch import (
 )
 from lightning_megatron.checkpoint.chunks import Chunk, clean_name, tensors_of
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyTensor
+from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.layers.sequential import RemoteItem
 
 _EXTRA = "_extra_state"
@@ -39,6 +40,7 @@ def edits_loaded(module: nn.Module) -> bool:
     )
 
 
+@parts_of_weights
 class ModuleState:
     """The entries of a state_dict that each module takes.
 

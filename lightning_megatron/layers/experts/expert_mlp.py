@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, can_defer, compute_dtype
 from lightning_megatron.layers.experts.grouped import TorchGroupedGemm
 from lightning_megatron.layers.gemm import GroupedGemm
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.mlp import activation_function
 from lightning_megatron.layers.size_checks import Activation
 
@@ -112,6 +113,7 @@ class _ExpertMLP(Function):
     """``x, scale, gate, up, down -> y``, or without ``gate``, or with both as one."""
 
     @staticmethod
+    @on_memory
     def forward(
         ctx: Any, x: Tensor, scale: Tensor | None, options: _Options, *weights: Tensor
     ) -> Tensor:
@@ -133,6 +135,7 @@ class _ExpertMLP(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
         counts, gemm, needs = options.counts, options.gemm, ctx.needs_input_grad

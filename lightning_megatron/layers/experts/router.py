@@ -45,6 +45,7 @@ from lightning_megatron.layers.experts.routing import (
     within_capacity,
 )
 from lightning_megatron.layers.experts.tokens import Tokens
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
@@ -485,6 +486,7 @@ class _WideLogits(Function):
     """``x @ w.T`` in a wider format; of ``x`` the narrow one is saved."""
 
     @staticmethod
+    @on_memory
     def forward(ctx: Any, x_th: Tensor, weight_eh: Tensor, wide: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_th, weight_eh)
         ctx.wide = wide
@@ -492,6 +494,7 @@ class _WideLogits(Function):
 
     @staticmethod
     @once_differentiable
+    @on_memory
     def backward(ctx: Any, grad_te: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad

@@ -53,7 +53,7 @@ from lightning_megatron.parallel.activations.selective import (
 )
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address, outermost
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.parallel.whole_reductions import is_seen, unseen
+from lightning_megatron.parallel.stage_numbers import is_seen, unseen
 
 _FULL = ActivationConfig(recompute="full")
 _REPETITIONS = 3

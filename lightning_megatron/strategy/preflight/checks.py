@@ -38,7 +38,6 @@ from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.compile import CompileConfig
@@ -51,7 +50,6 @@ from lightning_megatron.schedules.schedule import (
     make_schedule,
     schedule_problems,
 )
-from lightning_megatron.strategy.code_inspection import names_in, own_functions
 from lightning_megatron.strategy.data.global_batch import schedule_of
 from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
@@ -326,21 +324,9 @@ def _context_problems(plan: ModulePlan, config: ContextConfig, degrees: Degrees)
 
 
 def _expert_problems(module: nn.Module, degrees: Degrees) -> list[str]:
-    """Say that there are no experts to spread, or that a layer computes with parts of them."""
-    if degrees.ep == 1:
+    """Say that there are no experts to spread."""
+    if degrees.ep == 1 or any(isinstance(layer, Experts) for layer in module.modules()):
         return []
-    spread = [layer for layer in module.modules() if isinstance(layer, Experts)]
-    if spread:
-        names = frozenset().union(*(layer.stacked for layer in spread))
-        return [
-            f"ep={degrees.ep}: {name}.{function} ({type(layer).__name__}) computes with "
-            f"{', '.join(sorted(found))} itself, of which each rank has the experts that it "
-            "holds; nearest valid: super().forward or self.experts(rows, counts), or ep=1"
-            for name, layer in module.named_modules()
-            if isinstance(layer, MixtureOfExperts | Experts)
-            for function, code in own_functions(layer)
-            if function != "__init__" and (found := names & names_in(code))
-        ]
     return [
         f"ep={degrees.ep}: the module holds no MixtureOfExperts, whose experts ep spreads over "
         "ranks; nearest valid: lightning_megatron.layers.MixtureOfExperts in place of an MLP, or "

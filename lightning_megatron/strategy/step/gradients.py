@@ -13,9 +13,11 @@ accumulation, as they do in one process::
     show               all of them                       nothing
 """
 
+from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.parallel.gradients import GradientSet, HeldGradient
 
 
+@memory_of_parts
 class BatchGradients:
     """Owner of the gradients of one batch until they are shown.
 

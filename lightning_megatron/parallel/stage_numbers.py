@@ -1,31 +1,21 @@
-"""Reductions in user's code over weights and gradients that this rank has in part.
+"""Numbers of parameters in user's code, under a pipeline.
 
-Under tensor parallelism a parameter of a parallel layer, and its gradient, is this rank's slice, as
-are experts under ep: a plain tensor whose ``norm()`` is a part of the norm, without anybody
-noticing. Under ZeRO 3 it is a
-DTensor, of which ``float(p.sum())`` is this rank's part too; under a pipeline ``self.parameters()``
-are those of the rank's stages. `WholeReductions` is a mode of torch that sees the operations which
-user's code applies to parameters and gradients, and to what was computed from them element by
-element, and makes them true:
+Under a pipeline ``self.parameters()`` are those of the rank's own stages. `StageNumbers` is a mode
+of torch that sees the operations which user's code applies to parameters and gradients, and to what
+was computed from them element by element:
 
-* a reduction to one number (``sum``, ``mean``, ``norm``, ``max``, ...) is completed over the ranks
-  that have the other parts, also in a loss, where each part gets its gradient;
 * ``torch.nn.utils.get_total_norm``, and with it ``clip_grad_norm_``, gives the norm over the ranks
   of the whole model, each element counted once;
-* an assignment to ``.data`` of a DTensor, which torch would lose, writes to its shard;
-* what cannot be made true (another shape, numbers of several stages that are added up, in torch or
-  on a walk over ``self.parameters()``) is refused by a `ConfigError`; counts and contents that such
-  a walk takes, each true by itself, are warned of.
+* numbers of several parameters that are united, in torch or on a walk over ``self.parameters()``,
+  are refused by a `ConfigError`; counts and contents that such a walk takes, each true by itself,
+  are warned of.
 
-Completed numbers are collective: all ranks must ask. Code of this package, of optimizers and of
-``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. Within the mode every
-operation passes Python once more, so it is entered only where somebody may look
-(`strategy.observers`), and lifted where the network runs. A step that mentions weights
-itself is not: one of 20 ms under tp=2 took 1 to 12 ms longer. What a compiler makes of a block runs
-without it; what a backward computes again is seen as it was in the forward.
-
-The file is long because it has to know the functions of torch one by one, and what is refused
-beside what is completed.
+A number of one parameter is true on the ranks that have it: a weight in parts knows that it is one
+(`layers.weights`). Code of this package, of optimizers and of ``torch.nn`` and
+``torch.distributed`` is left alone. Within the mode every operation passes Python once more, so it
+is entered only where somebody may look (`strategy.observers`), and lifted where the network runs.
+What a compiler makes of a block runs without it; what a backward computes again is seen as it was
+in the forward.
 """
 
 import inspect
@@ -34,15 +24,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -52,7 +41,7 @@ from lightning_megatron._torch import current_function_mode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import RemoteItem
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole, counts
+from lightning_megatron.parallel.gradients import GradientSet, counts
 
 _REMEDY = (
     "nearest valid: gradient_clip_val or self.clip_gradients(optimizer, ...) to clip, "
@@ -95,25 +84,8 @@ _TO_PYTHON = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Whole tensor that a tensor is a part of."""
-
-    name: str
-    cut: str = ""
-    """Axis that slices the layer, with its degree."""
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    """Groups whose ranks have the other parts."""
-    numel: int = 0
-    """Elements of the whole."""
-    copies: int = 1
-    """Ranks over which gradients of this whole parameter are summed."""
-    learners: dist.ProcessGroup | None = None
-    """Ranks whose losses a part learns from, and that do not average gradients of the part."""
-
-
-class WholeReductions(TorchFunctionMode):
-    """Makes reductions of parameters and gradients true, or refuses them.
+class StageNumbers(TorchFunctionMode):
+    """Refuses sums over the parameters of a stage, and makes norms those of all stages.
 
     Args:
         gradients: of the module on its layout.
@@ -183,7 +155,7 @@ class WholeReductions(TorchFunctionMode):
         if self._lifted:
             return func(*args, **kwargs)
         tensors = _tensors((*args, *kwargs.values()))
-        parts = [(t, part) for t in tensors if (part := self._part_of(t)) is not None]
+        parts = [name for t in tensors if (name := self._name_of(t)) is not None]
         numbers = (
             {n for t in tensors for n in self._numbers.get(t, ())} if self._numbers.data else set()
         )
@@ -197,10 +169,10 @@ class WholeReductions(TorchFunctionMode):
         if known or not (parts or numbers):
             result = func(*args, **kwargs)
             if parts and known == "torch" and name in _SAME_SHAPE:
-                self._derive(result, parts[0][1])
+                self._derive(result, parts[0])
             return result
-        if self._topology.pp.size > 1 and not self._is_inside(frame):
-            self._refuse_sums(name, {part.name for _, part in parts}, numbers)
+        if not self._is_inside(frame):
+            self._refuse_sums(name, set(parts), numbers)
             if frame is not None and numbers and name in _ADDITIONS:
                 self._added(frame, name, args)
             if frame is not None and (name in _TO_PYTHON or name in _COUNTS):
@@ -214,45 +186,21 @@ class WholeReductions(TorchFunctionMode):
     # What is known -----------------------------------------------------------------------------
 
     @cached_property
-    def _by_parameter(self) -> dict[int, _Part]:
-        return {id(r.parameter): self._describe(r) for r in self._gradients.roles if not r.outside}
+    def _by_parameter(self) -> dict[int, str]:
+        return {id(r.parameter): r.name for r in self._gradients.roles if not r.outside}
 
-    def _describe(self, role: ParameterRole) -> _Part:
-        shard, topology = role.shard, self._topology
-        layer = role.axes(topology).layer
-        groups, learners = [], None
-        cut = shard is not None and shard.dim is not None and layer.group is not None
-        if cut and layer.group is not None:
-            groups.append(layer.group)
-            learners = layer.group if layer is topology.ep else None
-        if isinstance(role.parameter, DTensor):
-            groups += _groups_of(role.parameter)
-            learners = topology.loss.group
-        full = role.parameter.shape if shard is None else torch.Size(shard.full_shape)
-        summed = shard is not None and shard.sum_gradients
-        return _Part(
-            name=role.name,
-            cut=f"{layer.name}={layer.size}" if cut else "",
-            groups=tuple(groups),
-            numel=torch.Size(full).numel(),
-            copies=topology.tp.size if summed else 1,
-            learners=learners,
-        )
-
-    def _part_of(self, tensor: Tensor) -> _Part | None:
-        found: _Part | None = self._by_parameter.get(id(tensor))
+    def _name_of(self, tensor: Tensor) -> str | None:
+        found: str | None = self._by_parameter.get(id(tensor))
         if found is None and self._derived.data:  # a weak reference to ask with is not for nothing
             found = self._derived.get(tensor)
-        if found is None and isinstance(tensor, DTensor):  # of a state_dict, for example
-            found = _Part("", groups=tuple(_groups_of(tensor)), numel=tensor.numel())
         return found
 
-    def _derive(self, result: Any, part: _Part) -> None:
+    def _derive(self, result: Any, name: str) -> None:
         if isinstance(result, Tensor):
-            self._derived[result] = part
+            self._derived[result] = name
 
     def _number(self, result: Any, names: set[str]) -> None:
-        if isinstance(result, Tensor) and self._topology.pp.size > 1:
+        if isinstance(result, Tensor):
             self._numbers[result] = frozenset(names)
 
     # Operations --------------------------------------------------------------------------------
@@ -263,100 +211,17 @@ class WholeReductions(TorchFunctionMode):
         name: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        parts: Sequence[tuple[Tensor, _Part]],
+        names: Sequence[str],
     ) -> Any:
-        tensor, part = parts[0]
-        if name in _COUNTS and part.cut:
-            return part.numel
-        result: Any
-        if name == "set_data" and tensor is args[0]:
-            return _assign(part.name, tensor, args[1], func)
-        if name in _REDUCTIONS and (part.groups or part.copies > 1):
-            result = self._reduce(name, tensor, part, args, kwargs)
-        elif self._can_gather(name, tensor, part) and tensor is args[0]:
-            assert isinstance(tensor, DTensor)
-            with self.lifted():
-                return func(tensor.full_tensor(), *args[1:], **kwargs)
-        else:
-            in_place = name.startswith("foreach") and name != "foreach_norm"
-            same = name in _SAME_SHAPE or name in _VIEWS or in_place
-            cut = next((part for _, part in parts if part.cut), None)
-            united = cut is not None and name in _UNITING
-            call = partial(_by_mesh, func) if in_place else func
-            result = None if united else call(*args, **kwargs)
-            given = isinstance(result, Tensor | list) or name in _TO_PYTHON or name in _UNITING
-            if cut is not None and given and not same:
-                raise ConfigError(
-                    f"{cut.name}: {name} was called on a parameter or gradient of which each of "
-                    f"{cut.cut} ranks holds a part, and would give a part of "
-                    f"the result; {_REMEDY}"
-                )
-            if same:
-                self._refuse_strangers(name, args, kwargs, part)
-                self._derive(result, part)
+        result = func(*args, **kwargs)
+        if name in _SAME_SHAPE or name in _VIEWS or name.startswith("foreach"):
+            self._derive(result, names[0])
         if name in _REDUCTIONS or name in _VIEWS:
-            self._number(result, {part.name})
+            self._number(result, {names[0]})
         elif name == "foreach_norm":
-            for (_, of), each in zip(parts, result, strict=False):
-                self._number(each, {of.name})
+            for of, each in zip(names, result, strict=False):
+                self._number(each, {of})
         return result
-
-    def _refuse_strangers(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: _Part
-    ) -> None:
-        """Refuse values that were made for the shape of this part, the same on every rank."""
-        if not part.cut:
-            return
-        for other in _tensors((*args, *kwargs.values())):
-            if other.ndim and other.numel() > 1 and self._part_of(other) is None:
-                raise ConfigError(
-                    f"{part.name}: {name} combines a parameter or gradient, of which each of "
-                    f"{part.cut} ranks holds a part, with a tensor of shape "
-                    f"{tuple(other.shape)} that is no such part; nearest valid: values that follow "
-                    "from the parameter (torch.zeros_like(p), p.detach().clone()), a number, or "
-                    "configure_model, which sees whole weights"
-                )
-
-    @staticmethod
-    def _can_gather(name: str, tensor: Tensor, part: _Part) -> bool:
-        """Whether an operation gets a whole tensor: parts of other shapes are of no use."""
-        asked = name in _TO_PYTHON or name in _VIEWS
-        return asked and isinstance(tensor, DTensor) and not part.cut
-
-    def _reduce(
-        self,
-        name: str,
-        tensor: Tensor,
-        part: _Part,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Tensor:
-        options = dict(kwargs)
-        order = options.pop("p", options.pop("ord", 2.0))
-        rest = list(args[1:])
-        if name in ("norm", "vector_norm") and rest:
-            order = rest.pop(0)
-        options.pop("input", None)
-        options.pop("x", None)
-        options.pop("dtype", None)
-        if any(value is not None and value is not False for value in (*rest, *options.values())):
-            raise ConfigError(
-                f"{part.name}: {name} along dimensions was called on a parameter or gradient of "
-                f"which this rank holds a part; {_REMEDY}"
-            )
-        if _is_repeated():
-            raise ConfigError(
-                f"{part.name}: {name} of a parameter of which this rank holds a part, within "
-                "torch.utils.checkpoint, whose repetition in the backward would see the part "
-                "alone; nearest valid: the penalty outside of it, or weight_decay of the optimizer"
-            )
-        with self.lifted():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            order = 2.0 if order in (None, "fro") else float(order)
-            found = _complete(name, local, order, part)
-            if name == "mean":
-                found = found / part.numel
-            return _one_of(found, part.copies)
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         """Whether a submodule computes with weights of its own, all of which are here."""
@@ -467,130 +332,14 @@ class WholeReductions(TorchFunctionMode):
 
 
 def is_seen() -> bool:
-    """Whether what runs here goes through a `WholeReductions`."""
-    return isinstance(current_function_mode(), WholeReductions)
+    """Whether what runs here goes through a `StageNumbers`."""
+    return isinstance(current_function_mode(), StageNumbers)
 
 
 def unseen() -> AbstractContextManager[None]:
     """Within the block nothing does."""
     mode = current_function_mode()
-    return mode.lifted() if isinstance(mode, WholeReductions) else nullcontext()
-
-
-class _Complete(torch.autograd.Function):
-    """Sum over ranks that have parts of one whole; each part's gradient is the sum's.
-
-    It is the mean of what the ``learners`` say, whose losses may use the sum differently.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        groups: Sequence[dist.ProcessGroup],
-        learners: dist.ProcessGroup | None,
-    ) -> Tensor:
-        ctx.learners = learners
-        total = value.clone()
-        for group in groups:
-            dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.learners is not None:
-            gradient = gradient.clone()
-            dist.all_reduce(gradient, group=ctx.learners)
-            gradient /= dist.get_world_size(ctx.learners)
-        return gradient, None, None
-
-
-class _OneOf(torch.autograd.Function):
-    """Identity whose gradient is divided among the ranks that will sum it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
-
-
-def _one_of(value: Tensor, ranks: int) -> Tensor:
-    shared: Tensor = value if ranks == 1 else _OneOf.apply(value, ranks)  # type: ignore[no-untyped-call]
-    return shared
-
-
-def _complete(name: str, local: Tensor, order: float, part: _Part) -> Tensor:
-    """The reduction of the whole; the sum in place of the mean."""
-    if name in ("sum", "mean"):
-        found: Tensor = _Complete.apply(local.sum(), part.groups, part.learners)  # type: ignore[no-untyped-call]
-        return found
-    if name in ("norm", "vector_norm") and not math.isinf(order):
-        wide = local.to(torch.promote_types(local.dtype, torch.float32))
-        powers = wide.square() if order == 2 else wide.abs() ** order
-        sums: Tensor = _Complete.apply(powers.sum(), part.groups, part.learners)  # type: ignore[no-untyped-call]
-        return (sums.sqrt() if order == 2 else sums ** (1 / order)).to(local.dtype)
-    if local.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            f"{part.name}: {name} of a parameter of which this rank holds a part cannot be "
-            f"differentiated; {_REMEDY}"
-        )
-    logical = name in ("any", "all")
-    largest = name in ("max", "amax", "any", "norm", "vector_norm")
-    values = local.bool().to(torch.int32) if logical else local
-    values = values.abs() if name in ("norm", "vector_norm") else values
-    if values.numel():
-        found = values.amax() if largest else values.amin()
-    else:
-        limits: Any = torch.finfo if values.is_floating_point() else torch.iinfo
-        bound = limits(values.dtype)
-        found = values.new_tensor(bound.min if largest else bound.max)
-    for group in part.groups:
-        dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
-    return found.bool() if logical else found
-
-
-def _by_mesh(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of lists for the tensors of each mesh by themselves, as torch asks for.
-
-    Experts lie on another mesh than the rest.
-    """
-    lists = [arg for arg in args if isinstance(arg, list | tuple)]
-    places: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(lists[0] if lists else ()):
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        places.setdefault(mesh, []).append(place)
-    if len(places) < 2:
-        return func(*args, **kwargs)
-    found: list[Any] = [None] * len(lists[0])
-    for members in places.values():
-        chosen = [
-            [arg[place] for place in members] if isinstance(arg, list | tuple) else arg
-            for arg in args
-        ]
-        for place, result in zip(members, func(*chosen, **kwargs) or (), strict=False):
-            found[place] = result
-    return None if func.__name__.endswith("_") else found
-
-
-def _assign(name: str, tensor: Tensor, values: Tensor, func: Callable[..., Any]) -> Any:
-    """``tensor.data = values``."""
-    if tensor.shape != values.shape:
-        raise ConfigError(
-            f"{name}: .data was assigned {tuple(values.shape)}, and this parameter has "
-            f"{tuple(tensor.shape)} here; nearest valid: values of that shape"
-        )
-    if not isinstance(tensor, DTensor):
-        return func(tensor, values)
-    mesh = tensor.device_mesh
-    if not isinstance(values, DTensor):
-        values = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    with torch.no_grad():
-        tensor.copy_(values)
-    return None
+    return mode.lifted() if isinstance(mode, StageNumbers) else nullcontext()
 
 
 def _local_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
@@ -598,15 +347,6 @@ def _local_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
         return local.new_zeros((), dtype=dtype)
     norm: Tensor = torch.linalg.vector_norm(local.detach(), order, dtype=dtype)
     return norm
-
-
-def _groups_of(tensor: DTensor) -> list[dist.ProcessGroup]:
-    mesh = tensor.device_mesh
-    return [
-        mesh.get_group(index)
-        for index, placement in enumerate(tensor.placements)
-        if isinstance(placement, Shard) and mesh.size(index) > 1
-    ]
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -661,16 +401,6 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
         if isinstance(constant, CodeType):
             yield constant
             yield from _codes_in(constant)
-
-
-def _is_repeated() -> bool:
-    """Whether a user's call of ``torch.utils.checkpoint`` is on the stack."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_layer(frame: FrameType) -> bool:

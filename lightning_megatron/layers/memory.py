@@ -1,0 +1,179 @@
+"""Scopes in which weights in parts are what this rank holds in memory, and not the whole.
+
+While a run trains, a weight of which this rank has a part behaves like the whole weight in user's
+code (`layers.weights`). Two kinds of code want the part itself:
+
+* the layer that owns the weight: `own_weights` marks the forward of this library's layers, and
+  `weights_of_self` that of a user's;
+* optimizers, ZeRO, checkpoints and all else of this library that moves memory: `on_memory` marks a
+  function, `memory_of_parts` the methods of a class. Within them no tensor asks its class for
+  rules, other than in code of the user's that `as_user` calls.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, wraps
+from types import FunctionType, MethodType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron._torch import DisableTorchFunctionSubclass, EnableTorchFunction
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+class _Scopes(threading.local):
+    steps = 0
+
+    def __init__(self) -> None:
+        self.layers: list[nn.Module | None] = []
+
+
+_SCOPES = _Scopes()
+_MARK = "_marks_weights"
+
+
+def computes_with_part(weights: Iterable[Tensor]) -> bool:
+    """Whether the layer that runs computes with its parts of these weights."""
+    layers = _SCOPES.layers
+    if not layers:
+        return False
+    layer = layers[-1]
+    if layer is None:
+        return True
+    own = {id(p) for p in layer.parameters(recurse=False)}
+    return all(id(weight) in own for weight in weights)
+
+
+def in_step() -> bool:
+    """Whether a step of the user's runs, which pipeline stages do at times of their own."""
+    return _SCOPES.steps > 0
+
+
+def own_weights(function: Callable[P, R]) -> Callable[P, R]:
+    """Within ``function`` weights are the parts that this rank holds; activations keep rules."""
+
+    @wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        _SCOPES.layers.append(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _SCOPES.layers.pop()
+
+    setattr(within, _MARK, True)
+    return within
+
+
+def weights_of_self(method: Callable[P, R]) -> Callable[P, R]:
+    """Within a layer's ``method`` the layer's own weights are parts, and others' are whole."""
+
+    @wraps(method)
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        _SCOPES.layers.append(args[0])  # type: ignore[arg-type]
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _SCOPES.layers.pop()
+
+    setattr(within, _MARK, True)
+    return within
+
+
+def mark_forward(kind: type[nn.Module]) -> None:
+    """Let the forward of a class of parallel layers compute with parts of weights.
+
+    One of this library may pass weights on; one of a user's sees its own as parts.
+    """
+    forward = kind.forward
+    if not getattr(forward, _MARK, False):
+        ours = forward.__module__.partition(".")[0] == __name__.partition(".")[0]
+        kind.forward = (own_weights if ours else weights_of_self)(forward)
+
+
+@contextmanager
+def weights_in_parts() -> Iterator[None]:
+    """Context in which weights are the parts that this rank holds, as within `own_weights`."""
+    _SCOPES.layers.append(None)
+    try:
+        yield
+    finally:
+        _SCOPES.layers.pop()
+
+
+class step:  # a context, written as one
+    """Context of a step of the user's."""
+
+    def __enter__(self) -> None:
+        _SCOPES.steps += 1
+
+    def __exit__(self, *_: object) -> None:
+        _SCOPES.steps -= 1
+
+
+def unwrapped(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a layer's forward without `own_weights`, which all layers' have the code of.
+
+    A compiler counts by code how often it has made another graph.
+    """
+    inner = getattr(method, "__wrapped__", None)
+    owner = getattr(method, "__self__", None)
+    return method if inner is None or owner is None else MethodType(inner, owner)
+
+
+def on_memory(function: Callable[P, R]) -> Callable[P, R]:
+    """Within ``function`` every tensor is what this rank holds of it."""
+
+    @wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return within
+
+
+def as_user(function: Callable[P, R]) -> Callable[P, R]:
+    """Within ``function``, called by code `on_memory`, tensors ask their classes again."""
+
+    @wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
+        with EnableTorchFunction():
+            return function(*args, **kwargs)
+
+    return within
+
+
+def memory_of_parts(kind: C) -> C:
+    """Class decorator: all public methods and properties of ``kind`` are `on_memory`."""
+    return _each(kind, on_memory)
+
+
+def parts_of_weights(kind: C) -> C:
+    """Class decorator: within the public methods of ``kind`` weights are parts (`own_weights`)."""
+    return _each(kind, own_weights)
+
+
+def _each(kind: C, mark: Callable[[Any], Any]) -> C:
+    for name, value in list(vars(kind).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, FunctionType):
+            setattr(kind, name, mark(value))
+        elif isinstance(value, property) and value.fget is not None:
+            setattr(kind, name, property(mark(value.fget), value.fset, value.fdel))
+        elif isinstance(value, cached_property):
+            value.func = mark(value.func)
+        elif isinstance(value, staticmethod):
+            setattr(kind, name, staticmethod(mark(value.__func__)))
+    return kind

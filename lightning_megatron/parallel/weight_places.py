@@ -1,0 +1,35 @@
+"""Places of a module's parameters: what part of each this rank has (`layers.weights`)."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_megatron.layers.part_norms import groups_of
+from lightning_megatron.layers.weights import Place
+from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
+from lightning_megatron.topology.mesh import Topology
+
+
+def weight_places(gradients: GradientSet) -> list[tuple[nn.Parameter, Place]]:
+    """Return the parameters of which this rank has a part, or one of several copies, and where."""
+    found = ((role.parameter, _place(role, gradients.topology)) for role in gradients.roles)
+    return [(weight, place) for weight, place in found if place.is_cut or place.copies > 1]
+
+
+def _place(role: ParameterRole, topology: Topology) -> Place:
+    shard, layer = role.shard, role.axes(topology).layer
+    cut = shard is not None and shard.dim is not None and layer.size > 1
+    weight = role.parameter
+    rows = weight if isinstance(weight, DTensor) and groups_of(weight) else None
+    learners = layer.group if cut and layer is topology.ep else None
+    summed = shard is not None and shard.sum_gradients and topology.tp.size > 1
+    return Place(
+        name=role.name,
+        topology=topology,
+        shape=torch.Size(weight.shape if shard is None else shard.full_shape),
+        shard=shard,
+        axis=layer if cut else None,
+        rows=rows,
+        copies=topology.tp.size if summed else 1,
+        learners=learners if rows is None else topology.loss.group,
+    )
