@@ -112,7 +112,7 @@ def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
 def foreach(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of functions of lists of tensors: each by itself; norms go together over the ranks."""
     name = FOREACH[func]
-    order = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
+    order: Any = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
     if name == "norm" and order > 0 and not any(map(_learns, args[0])):
         return norms(args[0], float(order), kwargs.get("dtype"))
     each: Any = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)

@@ -195,8 +195,9 @@ class WeightParts:
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
         self._parts = list(places)
         for weight, place in self._parts:
-            weight.__class__ = PartDTensor if isinstance(weight, DTensor) else PartWeight
-            weight._place = place  # type: ignore[attr-defined]
+            known: Any = weight
+            known.__class__ = PartDTensor if isinstance(weight, DTensor) else PartWeight
+            known._place = place
 
     def end(self) -> None:
         """Let the parameters be plain again."""
@@ -312,7 +313,8 @@ def _of_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs, parts: list[
             return _mark(found, place)
     if rule is rules.drawn_like:
         return _drawn(func, args, kwargs, place)
-    changed = args[0] if changes(func) or communicates(func) else kwargs.get("out")
+    changes_first = changes(func) or communicates(func)
+    changed: Any = args[0] if changes_first else kwargs.get("out")
     if place_of(changed) is not None and not (learns and changed.requires_grad):
         return _written(func, args, kwargs, changed)
     args, kwargs = tree_map(whole_weight, (args, kwargs))
@@ -342,7 +344,7 @@ def _of_copies(func: Callable[..., Any], args: Args, kwargs: Kwargs, *, learns: 
     leaves = tree_flatten((args, kwargs))[0]
     copies = [leaf for leaf in leaves if place_of(leaf) is not None]
     others = [x for x in leaves if isinstance(x, Tensor) and place_of(x) is None and x.dim()]
-    place: Place = copies[0]._place  # type: ignore[attr-defined]
+    place: Place = copies[0]._place
     if not learns:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
