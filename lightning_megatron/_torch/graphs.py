@@ -68,3 +68,19 @@ def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
 def runs_backward() -> bool:
     """Whether this thread is within a backward (2.11-2.13; torch's checkpoint asks so too)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def sequence_number(tensor: Tensor) -> int:
+    """Number of the node that has made a tensor: nodes of a thread are numbered in their order.
+
+    Private: `Node._sequence_nr`.
+    """
+    assert tensor.grad_fn is not None
+    number: int = tensor.grad_fn._sequence_nr()
+    return number
+
+
+def next_sequence_number() -> int:
+    """Number that nodes have from now on at least."""
+    with torch.enable_grad():
+        return sequence_number(torch.zeros((), requires_grad=True).clone()) + 1
