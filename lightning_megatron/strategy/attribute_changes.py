@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import eq, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from lightning_megatron.strategy.attributes import OF_A_PROCESS
 
 LIMIT = 10_000
-"""Most parts of an attribute that are looked at; lists of numbers or strings count as one."""
+"""Most parts of an attribute that are looked at; a list of numbers or tensors counts as one."""
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 _FIXED = (
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, type),
@@ -61,9 +62,20 @@ class _Items(NamedTuple):
     """A list of marks, or a dict of them."""
 
 
+class _Tensors(NamedTuple):
+    """Items of a container that are tensors; a tuple for each of many would keep the GC busy."""
+
+    kind: type
+    items: list[Any]
+    versions: list[int]
+
+
 class _Attributes(NamedTuple):
     kind: type
     items: dict[str, Any]
+
+
+_ITEMS = (_Items, _Tensors)
 
 
 class Change(NamedTuple):
@@ -139,8 +151,12 @@ class Look:
             self._add(len(content))
             return _Items(kind, {key: self._of(value) for key, value in content.items()})
         if isinstance(content, list | tuple | deque | set | frozenset):
-            if _PLAIN.issuperset(map(type, content)):
+            kinds = set(map(type, content))
+            if kinds <= _PLAIN:
                 return _Items(kind, list(content))
+            if kinds == {Tensor}:
+                references = list(map(weakref.ref, content))
+                return _Tensors(kind, references, [tensor._version for tensor in content])
             self._add(len(content))
             return _Items(kind, [self._of(item) for item in content])
         if not is_open(content) or not hasattr(content, "__dict__"):
@@ -202,7 +218,7 @@ def _changes(old: Any, new: Any, content: Any, path: Any) -> Iterator[Change]:
         else:
             yield replaced
     else:
-        start = _equal_items(old.items, new.items)
+        start = _equal_items(old, new)
         if start < max(len(old.items), len(new.items)):
             is_list = issubclass(new.kind, list)
             yield Change(path, start, content[start:]) if is_list else replaced
@@ -223,12 +239,19 @@ def _keeps_order(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
     return kept == list(new)[: len(kept)]
 
 
-def _equal_items(old: list[Any], new: list[Any]) -> int:
+def _equal_items(old: Any, new: Any) -> int:
     """Number of equal items at the beginning of two lists."""
-    for place, (one, other) in enumerate(zip(old, new, strict=False)):
+    least = min(len(old.items), len(new.items))
+    if isinstance(old, _Tensors) and isinstance(new, _Tensors):
+        same = map(is_, old.items, new.items)
+        pairs = zip(same, map(eq, old.versions, new.versions), strict=False)
+        return next((place for place, both in enumerate(pairs) if not all(both)), least)
+    if isinstance(old, _Tensors) or isinstance(new, _Tensors):
+        return 0
+    for place, (one, other) in enumerate(zip(old.items, new.items, strict=False)):
         if one is not other and not _are_equal(one, other):
             return place
-    return min(len(old), len(new))
+    return least
 
 
 def _are_equal(old: Any, new: Any) -> bool:
@@ -239,13 +262,14 @@ def _are_equal(old: Any, new: Any) -> bool:
     if isinstance(new.items, dict):
         pairs = zip(old.items.items(), new.items.items(), strict=True)
         return all(a == b and _are_equal(x, y) for (a, x), (b, y) in pairs)
-    return _equal_items(old.items, new.items) == len(new.items)
+    return _equal_items(old, new) == len(new.items)
 
 
 def _are_alike(old: Any, new: Any) -> bool:
     """Whether two marks are of containers or objects of one class."""
-    is_open = type(old) is type(new) and isinstance(new, _Items | _Attributes)
-    return is_open and old.kind is new.kind
+    of_items = isinstance(old, _ITEMS) and isinstance(new, _ITEMS)
+    of_objects = isinstance(old, _Attributes) and isinstance(new, _Attributes)
+    return (of_items or of_objects) and old.kind is new.kind
 
 
 def _is_one_value(old: Any, new: Any) -> bool:
@@ -260,7 +284,7 @@ def _is_one_value(old: Any, new: Any) -> bool:
         return tuple(old) == tuple(new)
     if isinstance(new, _Same):
         return old.content is new.content
-    if isinstance(new, _Items | _Attributes):
+    if isinstance(new, (*_ITEMS, _Attributes)):
         return False
     return bool(old == new or (old != old and new != new))
 

@@ -35,6 +35,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "clear": (lambda: [1.0, 2.0], list.clear),
     "replace": (lambda: [[1.0], [2.0]], lambda x: x[1].append(3.0)),
     "tensors": (lambda: [torch.zeros(2)], lambda x: x.append(torch.ones(2))),
+    "first tensor": (lambda: {"a": []}, lambda x: x["a"].append(torch.ones(2))),
+    "tensor and number": (lambda: [torch.zeros(2)], lambda x: x.append(1.0)),
+    "tensor in a list": (lambda: [torch.zeros(2), torch.zeros(2)], lambda x: x[1].add_(1)),
     "in place": (lambda: {"a": torch.zeros(2)}, lambda x: x["a"].add_(1)),
     "array": (lambda: {"a": np.zeros(2)}, lambda x: x["a"].__setitem__(1, 2.0)),
     "numbers by 0": (lambda: {"a": np.zeros(())}, lambda x: x["a"].__iadd__(1)),
@@ -94,7 +97,7 @@ def test_a_look_keeps_no_tensor() -> None:
     content: list[Any] = [torch.zeros(2)]
     before = Look().at(content)
     content.clear()
-    assert before.mark.items[0].reference() is None
+    assert before.mark.items[0]() is None
 
 
 def test_what_has_too_many_parts_is_looked_at_as_one() -> None:
