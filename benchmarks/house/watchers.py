@@ -35,10 +35,9 @@ from lightning_megatron.testing import WorkerPool
 CONFIG = TransformerConfig(hidden_size=64, num_layers=4, num_heads=4)
 BATCH, LENGTH = 8, 32
 WARM_UP = 10
-"""Steps before the first round: `LeftBehind` looks at the first forwards."""
+"""Steps before the first round."""
 
 ON, CONTROL = "as it is", "nothing"
-EVERY_FORWARD = "every forward"
 _without: set[str] = set()
 """Watchers that are switched off in this process now."""
 
@@ -207,11 +206,6 @@ CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
         KeepsOutputs,
         ("StepState", "LeftBehind"),
     ),
-    f"pp=2, LeftBehind looks at {EVERY_FORWARD}": (
-        {"pp": 2, "num_microbatches": 4},
-        Plain,
-        ("LeftBehind",),
-    ),
     "pp=2, a hook may look at weights": (
         {"pp": 2, "num_microbatches": 4},
         LooksInHooks,
@@ -227,9 +221,8 @@ CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
 
 NOT_SWITCHED = (
     "`looks_at_weights` runs once when a run begins; the table below gives its milliseconds. "
-    "LeftBehind looks at the first 8 forwards and at each 64th after them, which a median does not "
-    "show: in the case `every forward` it looks at all. `_Visited` tells who goes through the "
-    "parameters of another stage, and costs nothing where nobody does. "
+    "`_Visited` tells who goes through the parameters of another stage, and costs nothing where "
+    "nobody does. "
     "`ContextCheck` runs under cp at the first call of a trunk, and in none of these steps. "
     "SplitTensor, the microbatch recorder of logs (LogRecorder) and the tables of rules cannot be "
     "switched off: without them the step computes something else. Without LogReplay the stages "
@@ -287,8 +280,6 @@ def run(case: str, rounds: int) -> tuple[dict[str, list[tuple[float, float]]], f
             asks = _found("strategy.weight_watch:")
             timed = _timed(asks.looks_at_weights, asked)
             stack.enter_context(patch.object(asks, "looks_at_weights", timed))
-        if EVERY_FORWARD in case and known:
-            stack.enter_context(patch.object(_found("strategy.left_behind:"), "_EVERY", 1))
         turns = Turns(known, [ON, CONTROL, *known], rounds)
         steps = WARM_UP + len(turns.order)
         trainer = pl.Trainer(

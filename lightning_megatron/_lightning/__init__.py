@@ -80,6 +80,7 @@ from lightning_megatron._lightning.loops import is_last_batch as is_last_batch
 from lightning_megatron._lightning.loops import replace_end_of_batch as replace_end_of_batch
 from lightning_megatron._lightning.loops import replace_end_of_epoch as replace_end_of_epoch
 from lightning_megatron._lightning.loops import replace_monitored_value as replace_monitored_value
+from lightning_megatron._lightning.loops import runs_last_batch as runs_last_batch
 from lightning_megatron._lightning.loops import say_validation_has_begun as say_validation_has_begun
 from lightning_megatron._lightning.loops import shift_batch_counts as shift_batch_counts
 from lightning_megatron._lightning.loops import take_batches_back as take_batches_back

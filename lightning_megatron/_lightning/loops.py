@@ -99,6 +99,17 @@ def is_last_batch(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def runs_last_batch(trainer: Trainer) -> bool:
+    """Whether the batch that runs is the last one of its epoch, in training or an evaluation.
+
+    Private: as in `is_last_batch` and `evaluation_loop`. An epoch may end earlier.
+    """
+    if trainer.training:
+        return is_last_batch(trainer)
+    loop: Any = trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
+    return bool(loop.batch_progress.is_last_batch)
+
+
 def evaluation_loop(trainer: Trainer) -> _EvaluationLoop:
     """The loop that validates or tests now.
 

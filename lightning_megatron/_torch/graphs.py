@@ -77,3 +77,19 @@ def runs_compiled_backward() -> bool:
     """Whether this thread is within the backward of a compiled graph (2.11-2.13)."""
     node: Any = torch._C._current_autograd_node()
     return node is not None and node.name() == "CompiledFunctionBackward"
+
+
+def sequence_number(tensor: Tensor) -> int:
+    """Number of the node that has made a tensor: nodes of a thread are numbered in their order.
+
+    Private: `Node._sequence_nr`.
+    """
+    assert tensor.grad_fn is not None
+    number: int = tensor.grad_fn._sequence_nr()
+    return number
+
+
+def next_sequence_number() -> int:
+    """Number that nodes have from now on at least."""
+    with torch.enable_grad():
+        return sequence_number(torch.zeros((), requires_grad=True).clone()) + 1

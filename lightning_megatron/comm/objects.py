@@ -41,7 +41,7 @@ def dump(
         refused: classes whose objects may not occur.
 
     Raises:
-        pickle.PicklingError: ``value`` holds an object of a refused class.
+        StaysInProcessError: ``value`` holds an object of a refused class.
     """
     file, leaves = io.BytesIO(), list[Tensor]()
     _Pickler(file, leaves, device_type, refused).dump(value)
@@ -51,6 +51,10 @@ def dump(
 def load(skeleton: bytes, take: Take) -> Any:
     """Reverse `dump`; ``take`` returns the tensors in their order."""
     return _Unpickler(skeleton, take).load()
+
+
+class StaysInProcessError(pickle.PicklingError):
+    """An object is of a class that `dump` was asked to refuse."""
 
 
 class _Pickler(pickle.Pickler):
@@ -72,7 +76,7 @@ class _Pickler(pickle.Pickler):
         if type(obj) in _PLAIN:
             return None
         if isinstance(obj, self._refused):
-            raise pickle.PicklingError(f"{type(obj).__name__} stays in its process")
+            raise StaysInProcessError(f"{type(obj).__name__} stays in its process")
         if type(obj) not in (Tensor, nn.Parameter):
             return None
         if obj.layout != torch.strided or obj.is_quantized or obj.device.type not in self._types:

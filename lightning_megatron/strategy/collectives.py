@@ -7,7 +7,7 @@ ranks of one stage reach the call. With an explicit group they concern that grou
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,29 +129,48 @@ class MonitoredValues:
         return torch.tensor(mean, dtype=getattr(value, "dtype", None))
 
 
-def share_metrics(module: nn.Module, topology: Topology) -> None:
-    """Have metrics synchronised over the ranks that saw different samples."""
+def share_metrics(observers: Iterable[object], topology: Topology) -> None:
+    """Have metrics synchronised over the ranks that saw different samples.
+
+    Args:
+        observers: the module and the callbacks, whose metrics they are: submodules, attributes, and
+            items of lists and dicts that are attributes.
+        topology: the layout.
+    """
     group = topology.batch.group
-    for child in _metrics(module):
-        if child.process_group is None:
-            child.process_group = group
+    for metric in _metrics(observers):
+        if metric.process_group is None:
+            metric.process_group = group
             if group is None:  # a metric takes this for the whole world
-                child.distributed_available_fn = _nobody_else
+                metric.distributed_available_fn = _nobody_else
 
 
-def unshare_metrics(module: nn.Module, topology: Topology) -> None:
+def unshare_metrics(observers: Iterable[object], topology: Topology) -> None:
     """Undo `share_metrics`."""
     group = topology.batch.group
-    for child in _metrics(module):
-        if child.process_group is group:
-            child.process_group = None
-            if child.distributed_available_fn is _nobody_else:
-                child.distributed_available_fn = jit_distributed_available
+    for metric in _metrics(observers):
+        if metric.process_group is group:
+            metric.process_group = None
+            if metric.distributed_available_fn is _nobody_else:
+                metric.distributed_available_fn = jit_distributed_available
 
 
-def _metrics(module: nn.Module) -> list[Metric]:
-    # Metric is an abstract class: isinstance asks its hundred subclasses for each new class.
-    return [child for child in module.modules() if Metric in type(child).__mro__]  # type: ignore[misc]
+def _metrics(observers: Iterable[object]) -> Iterator[Metric]:
+    for holder in [part for one in observers for part in _modules_in(one) or [one]]:
+        held = (value for name, value in vars(holder).items() if name != "_modules")
+        parts = (part for value in held for item in _items(value) for part in _modules_in(item))
+        # Metric is an abstract class: isinstance asks its hundred subclasses for each new class.
+        yield from (part for part in (holder, *parts) if Metric in type(part).__mro__)
+
+
+def _modules_in(value: object) -> list[Any]:
+    return list(value.modules()) if isinstance(value, nn.Module) else []
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _group(

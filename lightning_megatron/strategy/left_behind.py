@@ -1,33 +1,43 @@
-"""Tensors that items of a trunk leave in attributes, for the step to use behind the trunk.
+"""Contract of a trunk's items in training: what the loss is to learn from is what they return.
 
 A block may append a loss of its own to a list (the load of experts), or a forward hook keep what a
-layer has computed. In one process the step adds that to its loss. Under a pipeline it does so on
-the last stage only, where the items of the other stages have never run: the weights of these would
-train without that part of the loss, and nothing would tell. So the first forwards of a stage are
-watched, and later ones now and then, as a loss may begin after a warm-up: a tensor that takes part
-in a backward, that a stage before the last has left in an attribute or a global which
-``training_step`` mentions, ends the run.
+layer has computed. In one process the step may add that to its loss. Under a pipeline the code
+behind the trunk runs on the last stage only, where the items of the other stages have never run:
+the weights of these would train without that part of the loss, and nothing would tell. Under cp the
+items have run, each on this rank's part of the sequences and its padding: a mean of what they leave
+is not that of the whole sequences.
 
-Under cp the items have run, each on this rank's part of the sequences and its padding: a mean of
-what they leave is not that of the whole sequences. That ends the run, too.
+So no item of a stage before the last, and none under cp, may leave a tensor that takes part in a
+backward: in an attribute of its modules, of the user's module or of what is beside the trunk, or in
+a global of a file with a class of the user's module. Whether the step uses it nobody can tell; what
+only hooks look at is left as ``x.detach()``. After each forward of a stage in training its modules
+are looked at, for some microseconds each; a tensor is one of the items' if its node in the graph is
+younger than the call of the trunk.
 """
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_megatron._torch import next_sequence_number, sequence_number
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.pipeline.runner import StageBoundary
-from lightning_megatron.strategy.code_inspection import functions_from, methods_of, names_in
+from lightning_megatron.strategy.attribute_changes import is_open
+from lightning_megatron.strategy.attributes import dotted, not_the_users
 
-_WATCHED, _EVERY = 8, 64
-"""Forwards that are looked at: so many first ones, and each so many-th after them."""
-_CONTAINERS = (dict, list, tuple, set)
+_LIBRARIES = ("builtins.", "lightning.", "lightning_megatron.", "pytorch_lightning.", "torch.")
+_NEWEST = 64
+"""Items at the end of a list that are looked at."""
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
+"""Types of most attributes, which hold no tensor."""
 
 
 class LeftBehind:
@@ -51,11 +61,17 @@ class LeftBehind:
         self._trunks = trunks
         self._rank = rank
         self._cp = cp
-        functions = list(functions_from(methods_of(module), "training_step"))
-        self._names = frozenset[str]().union(*map(names_in, functions))
-        self._globals = [function.__globals__ for function in functions]
-        self._forwards = 0
-        self._before: list[Tensor] = []
+        files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+        self._globals = [
+            vars(file)
+            for file in dict.fromkeys(files)
+            if file is not None and not f"{file.__name__}.".startswith(_LIBRARIES)
+        ]
+        self._began = 0
+        self._sizes = dict[int, int]()
+        """Numbers of attributes of modules of libraries, none of which held a tensor with a graph.
+
+        Their own code leaves nothing; who gives one another attribute changes their number."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -64,10 +80,6 @@ class LeftBehind:
         Raises:
             ConfigError: its items have left a tensor where the step looks for it.
         """
-        self._forwards += 1
-        if self._forwards > _WATCHED and self._forwards % _EVERY:
-            yield
-            return
         # The code before the call runs on all stages; what it leaves is there on the last, too.
         hooks = [trunk.register_forward_pre_hook(self._note) for trunk in self._trunks]
         if self._cp > 1:
@@ -77,59 +89,92 @@ class LeftBehind:
         except StageBoundary:
             self._refuse(
                 f"items of the PipelineSequential on pipeline rank {self._rank} leave tensors "
-                "there, and training_step uses them behind its trunk, which is on the last stage, "
-                "where these items do not run; nearest valid: items that take and return a tuple "
-                "(x, loss so far), or pp=1"
+                "there that a loss may learn from, and code of training_step behind its trunk is "
+                "on the last stage, where these items do not run; nearest valid: items that take "
+                "and return a tuple (x, loss so far), x.detach() for what no loss uses, or pp=1"
             )
             raise
         finally:
             for hook in hooks:
                 hook.remove()
-            self._before = []
 
     def _note(self, *_: Any) -> None:
-        self._before = [tensor for _, tensor in self._found()]
+        self._began = next_sequence_number()
 
     def _refuse_part(self, *_: Any) -> None:
         self._refuse(
             f"items of the PipelineSequential leave tensors there that are of one of cp={self._cp} "
-            "parts of the sequences, and training_step uses them behind its trunk; nearest valid: "
-            "items that take and return a tuple (x, loss of each position [b, s]), or cp=1"
+            "parts of the sequences, and that a loss may learn from; nearest valid: items that "
+            "take and return a tuple (x, loss of each position [b, s]), x.detach() for what no "
+            "loss uses, or cp=1"
         )
 
     def _refuse(self, reason: str) -> None:
-        known = {id(tensor) for tensor in self._before}
-        place = next((place for place, tensor in self._found() if id(tensor) not in known), None)
+        new = (place for place, tensor in self._found() if sequence_number(tensor) >= self._began)
+        place = next(new, None)
         if place is not None:
             raise ConfigError(f"{place}: {reason}")
 
     def _found(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors with a graph in attributes and globals that the step mentions, by name."""
-        for scope in self._globals:
-            for name in self._names & scope.keys():
-                if not isinstance(scope[name], ModuleType):
-                    for tensor in _tensors(scope[name], depth=2):
-                        yield name, tensor
+        """Tensors with a graph in attributes of modules and in globals, by name."""
+        seen = set[int]()
         for path, child in self._module.named_modules():
+            size = len(vars(child))
+            if self._sizes.get(id(child)) == size:
+                continue
+            if f"{type(child).__module__}.".startswith(_LIBRARIES):
+                self._sizes[id(child)] = size
+            known = not_the_users(child)
             for name, content in vars(child).items():
-                if name in self._names:
-                    place = f"self.{path}.{name}" if path else f"self.{name}"
-                    for tensor in _tensors(content):
-                        yield place, tensor
+                if type(content) in _PLAIN or name in known:
+                    continue
+                for tensor in () if _may_stay(child, name) else _tensors(content, seen):
+                    yield f"self.{dotted(path, name)}", tensor
+        for scope in self._globals:
+            for name, content in tuple(scope.items()):
+                if isinstance(content, Tensor | list | dict | set):
+                    for tensor in _tensors(content, seen, depth=2):
+                        yield name, tensor
 
 
-def _tensors(content: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors in a value, in containers and in plain objects, that take part in a backward."""
+def _may_stay(module: nn.Module, name: str) -> bool:
+    """Whether torch makes a weight anew in each forward, or `auxiliary_loss` knows of the tensor.
+
+    The former are those of ``weight_norm``, ``spectral_norm`` and pruning. The latter has losses
+    that are right under cp, and is refused under pp.
+    """
+    if isinstance(module, Router):
+        return name == "kept_losses"
+    return any(of.startswith(f"{name}_") for of in module._parameters)
+
+
+def _tensors(content: Any, seen: set[int], depth: int = 4) -> Iterator[Tensor]:
+    """Tensors in a value, in containers and in plain objects, that take part in a backward.
+
+    Args:
+        content: any value.
+        seen: objects that were looked at, to which others are added.
+        depth: of containers in it.
+    """
     if isinstance(content, Tensor):
         if content.grad_fn is not None:
             yield content
-    elif depth and not isinstance(content, nn.Module | type):
-        items: Any = ()
-        if isinstance(content, dict):
-            items = content.values()
-        elif isinstance(content, _CONTAINERS) or hasattr(content, "maxlen"):
-            items = content
-        elif not callable(content) and hasattr(content, "__dict__"):
-            items = vars(content).values()
-        for item in tuple(items):
-            yield from _tensors(item, depth - 1)
+    elif depth and id(content) not in seen:
+        seen.add(id(content))
+        items = _inside(content)
+        if not _PLAIN.issuperset(map(type, items)):
+            for item in items:
+                yield from _tensors(item, seen, depth - 1)
+
+
+def _inside(content: Any) -> Sequence[Any]:
+    """What a container or a plain object holds; of a list the part that forwards add to."""
+    if isinstance(content, dict):
+        return tuple(content.values())
+    if isinstance(content, list):
+        return content[-_NEWEST:]
+    if isinstance(content, tuple | set | deque):
+        return tuple(content)
+    if callable(content) or isinstance(content, nn.Module) or not is_open(content):
+        return ()
+    return tuple(getattr(content, "__dict__", {}).values())

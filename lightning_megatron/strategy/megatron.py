@@ -47,6 +47,7 @@ from lightning_megatron._lightning import (
     keep_precision,
     limit_threads,
     replace_monitored_value,
+    runs_last_batch,
     set_device_mesh,
     synchronizes_batch_norm,
 )
@@ -97,7 +98,7 @@ from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.rank_options import named_options
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.sharded_errors import explain
-from lightning_megatron.strategy.stage_state import StepState, share_over_stages
+from lightning_megatron.strategy.stage_state import StepState
 from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch
 from lightning_megatron.strategy.step.steps import Steps
 from lightning_megatron.strategy.step_recovery import StepRecovery
@@ -413,14 +414,15 @@ class MegatronStrategy(LaunchingStrategy):
         if self.world_size > 1:
             monitored = collectives.MonitoredValues(self.votes.exchange)
             replace_monitored_value(trainer, monitored.share)
-        self._step_state = share_over_stages(
-            trainer,
-            module,
-            self.topology,
-            self.steps.last_rank,
-            self._host_gloo,
-            microbatches=lambda: self.steps.step.count,
-        )
+        if self.topology.pp.size > 1:
+            self._step_state = StepState(
+                module,
+                self.topology,
+                self.steps.last_rank,
+                self._host_gloo,
+                microbatches=lambda: self.steps.step.count,
+                ends_epoch=lambda: runs_last_batch(trainer),
+            )
         self.setup_precision_plugin()
         self.weight_watch.begin()
 
@@ -451,7 +453,8 @@ class MegatronStrategy(LaunchingStrategy):
         )
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
-        collectives.share_metrics(module, self.topology)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        collectives.share_metrics((module, *callbacks), self.topology)
         if isinstance(parallel.data, FullySharded):
             parallel.data.order.settle_by(self.votes.register("units of ZeRO 3"))
             self.votes.on_settled(self._check_units)
@@ -642,6 +645,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self._check_attributes()
         with self.clock.section(sections.CHECKPOINT):
             self.checkpoints.finish()
             # Under manual optimization what ran last is gathered.
@@ -665,6 +669,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_validation_end(self) -> None:
+        self._check_attributes()
         self.parallel.data.come_to_rest()
         self.random_state.end_validation()
         self.clock.enter(self._section_outside)
@@ -681,6 +686,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_test_end(self) -> None:
+        self._check_attributes()
         self.clock.enter(sections.OTHER)
 
     @override
@@ -695,6 +701,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_predict_end(self) -> None:
+        self._check_attributes()
         self.clock.enter(sections.OTHER)
 
     def _enter_evaluation(self) -> None:
@@ -711,6 +718,11 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _around_step(self) -> AbstractContextManager[None]:
         return nullcontext() if self._step_state is None else self._step_state.around_step()
+
+    def _check_attributes(self) -> None:
+        """Refuse what steps have changed unseen, where an epoch ended before its last batch."""
+        if self._step_state is not None:
+            self._step_state.check()
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -881,9 +893,7 @@ class MegatronStrategy(LaunchingStrategy):
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._step_state is not None:
-            self._step_state.detach(self.trainer)
-            self._step_state = None
+        self._step_state = None
         self.processes.failures.end_watch()
         self.weight_watch.stop()
         self.data.shares.stop()

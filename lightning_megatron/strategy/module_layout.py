@@ -211,7 +211,8 @@ class ModuleLayout:
             return
         restore(parallel)
         save_alone(module)
-        collectives.unshare_metrics(module, run.topology)
+        callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
+        collectives.unshare_metrics((module, *callbacks), run.topology)
         save_adapters_alone(module)
         remember_layout(module, None)
         set_device_mesh(module, None)

@@ -3,12 +3,13 @@
 `notes` collects what they have found out. Callbacks monitor what they log, and decide by it.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
@@ -332,8 +333,95 @@ class Unshareable(ByHand):
         self.log("val", sum(call() for call in self.calls["val"]))
 
 
+class FillsTable(AfterBatches):
+    """The step writes into an array that is too large to be looked at in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.zeros((1 << 18,))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.table[batch_idx] += float(loss.detach()) * len(batch[0])
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.notes.append(self.table.sum())
+
+
+class SharesTable(FillsTable):
+    """The same, named."""
+
+    shared_between_stages = ("table",)
+
+
+class Draws(AfterBatches):
+    """The step draws behind the trunk; nothing outside of the generator tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss * float(self.generator.random())
+
+    def on_train_epoch_end(self) -> None:
+        self.notes.append(self.generator.bit_generator.state["state"]["state"] % 1000)
+
+    def on_train_end(self) -> None:
+        pass
+
+
+class Nested(AfterBatches):
+    """The step fills what stands in other things, small arrays, sets and queues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"sums": {"loss": torch.zeros((), dtype=torch.float64)}, "seen": [[0], [1.0]]}
+        self.counts = np.zeros(3)
+        self.newest: deque[float] = deque(maxlen=2)
+        self.found: set[int] = set()
+        self.averages = [Average()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        value = float(loss.detach()) * len(batch[0])
+        self.state["sums"]["loss"] += value
+        self.state["seen"][1][0] += value
+        self.counts[batch_idx] += value
+        self.newest.append(value)
+        self.found.add(batch_idx)
+        self.averages[0].add(value, 1)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        sums: Any = self.state["sums"], self.state["seen"]
+        numbers = (float(sums[0]["loss"]), float(sums[1][1][0]), float(self.counts.sum()))
+        self.notes.append(sum(numbers) + len(self.found) + self.averages[0].total)
+        assert len(self.newest) > 0
+
+
+class NormsBehind(AfterBatches):
+    """A batch norm behind the trunk, whose statistics kernels write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self.norm(self.trunk(batch[0]))
+        return out.square().mean() + out.sin().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.notes.append(float(self.norm.running_mean.sum() + self.norm.running_var.sum()))
+
+
 FILLING: dict[str, type[AfterBatches]] = {
     kind.__name__: kind
-    for kind in (NamedByStage, WithMeter, WithFunctions, ReadByOther, ReadByName)
+    for kind in (
+        *(NamedByStage, WithMeter, WithFunctions, ReadByOther, ReadByName),
+        *(SharesTable, Nested),
+    )
 }
 """Ways of steps to fill what a hook reads."""

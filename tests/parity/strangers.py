@@ -6,12 +6,14 @@ found out on the way.
 
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import SumMetric
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -409,6 +411,39 @@ class RateOfOutputs(Stranger):
         size = self.all_gather(outputs["out"].abs().mean()).mean()
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = float(size)
+
+
+class Sums(L.Callback):
+    """Has metrics of its own, one of them in a dict."""
+
+    def __init__(self) -> None:
+        self.total = SumMetric()
+        self.more = {"count": SumMetric()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, _: Any, batch: Any, *__: Any) -> None:
+        self.total.update(batch[1].sum())
+        self.more["count"].update(len(batch[1]))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.note(self.total.compute())
+        module.note(self.more["count"].compute())
+
+
+class CountsInCallback(Stranger):
+    """A metric of a callback, and one in a list of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = [SumMetric()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.several[0].update(len(batch[1]))
+
+    def on_train_epoch_end(self) -> None:
+        self.note(self.several[0].compute())
+
+    def configure_callbacks(self) -> Any:
+        return [Sums()]
 
 
 class NormedWeight(Stranger):

@@ -366,11 +366,23 @@ TABLE |= {
         without=("stages of a V", "stages tp"),
         refused={"stages": r"called outside of a step.*train with pp=1"},
     ),
+    "epochs/FillsTable": _EPOCHS(
+        module=epoch_ends.FillsTable,
+        also=("stages",),
+        without=("stages of a V", "stages tp"),
+        refused={"stages": r"self\.table: .*shared_between_stages = \('table',\)"},
+    ),
+    "epochs/Draws": _EPOCHS(
+        module=epoch_ends.Draws,
+        kinds=("pp",),
+        warned={"pp": r"self\.generator \(Generator\) is changed by steps inside"},
+    ),
+    "epochs/NormsBehind": _EPOCHS(module=epoch_ends.NormsBehind, kinds=("pp",)),
     "epochs/Unshareable": _EPOCHS(
         module=epoch_ends.Unshareable,
         also=("stages",),
         without=("stages of a V", "stages tp"),
-        refused={"stages": r"self\.calls: steps fill and hooks use"},
+        refused={"stages": r"self\.calls: a step fills it with what cannot"},
         apart=("stages",),
     ),
 }

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.strategy.stage_state import _meant_by_both
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.comparison import Found
 from tests.parity.epoch_ends import NotedByRank
@@ -150,12 +149,6 @@ def noted_job(options: dict[str, Any]) -> tuple[list[Any], bool]:
 
 def test_what_only_hooks_fill_stays_that_of_each_rank(pool: WorkerPool) -> None:
     assert pool.run(2, noted_job, {"pp": 2}) == [([0] * 3, True), ([1] * 3, True)]
-
-
-def test_names_that_code_makes_up_meet_all_that_other_code_mentions() -> None:
-    literal, made_up = frozenset({"meter", "log"}), frozenset({"getattr", "loss"})
-    assert _meant_by_both(literal, frozenset({"meter", "loss"})) == {"meter"}
-    assert _meant_by_both(literal, made_up) == _meant_by_both(made_up, literal) == literal
 
 
 def test_what_steps_carry_from_batch_to_batch_is_warned_of_where_they_see_microbatches(

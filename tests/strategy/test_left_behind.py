@@ -50,9 +50,27 @@ class ByGlobal(Leaving):
         return self.net(batch).sum() + sum(LOSSES)
 
 
-class ByNeither(Leaving):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch).sum()
+class Detaches(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.left[-1] = self.left[-1].detach()
+        return y
+
+
+class Writes(nn.Linear):
+    """Leaves a loss in the list of the file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOSSES.append(self.weight.square().sum())
+        return super().forward(x)
+
+
+class Keeps(nn.Linear):
+    """Leaves the loss with itself, where ``hasattr`` finds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own = self.weight.square().sum()
+        return super().forward(x)
 
 
 def run(module: Leaving, forwards: int) -> None:
@@ -74,8 +92,10 @@ def test_a_list_of_the_module_is_seen() -> None:
 
 
 def test_a_list_of_the_file_is_seen() -> None:
+    module = ByGlobal([])
+    module.net = PipelineSequential(blocks=[Writes(2, 2)])
     with pytest.raises(ConfigError, match="LOSSES: items of the PipelineSequential"):
-        run(ByGlobal(LOSSES), 1)
+        run(module, 1)
 
 
 def test_a_loss_that_begins_later_is_seen() -> None:
@@ -83,8 +103,34 @@ def test_a_loss_that_begins_later_is_seen() -> None:
         run(ByAttribute([], start=20), 64)
 
 
-def test_what_no_step_uses_may_stay() -> None:
-    run(ByNeither([]), 3)
+def test_what_is_detached_may_stay() -> None:
+    module = ByAttribute([])
+    module.net = PipelineSequential(blocks=[Detaches(module.losses, 1)])
+    run(module, 3)
+
+
+def test_a_loss_of_a_block_s_own_is_seen() -> None:
+    module = ByAttribute([])
+    module.net = PipelineSequential(blocks=[Keeps(2, 2)])
+    with pytest.raises(ConfigError, match=r"self\.net\.blocks\.0\.own: .*x\.detach\(\)"):
+        run(module, 1)
+
+
+@pytest.mark.parametrize("made", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_torch_makes_in_each_forward_may_stay(made: Any) -> None:
+    module = ByAttribute([])
+    module.net = PipelineSequential(blocks=[made(nn.Linear(2, 2))])
+    run(module, 2)
+
+
+def test_what_a_step_keeps_before_the_call_may_stay() -> None:
+    module = ByAttribute([])
+    module.net = PipelineSequential(blocks=[nn.Linear(2, 2)])
+    module.losses.append(nn.Linear(2, 2)(torch.ones(1, 2)))
+    watch = LeftBehind(module, [module.net], 0)
+    with pytest.raises(StageBoundary), watch.watched():
+        module.run_stage()
 
 
 def test_what_the_items_of_a_cp_rank_leave_is_of_its_part() -> None:

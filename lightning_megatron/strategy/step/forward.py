@@ -22,9 +22,9 @@ from lightning_megatron.pipeline.microbatch import Microbatches
 from lightning_megatron.pipeline.runner import Step
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.strategy.attributes import unchanged
 from lightning_megatron.strategy.left_behind import LeftBehind
 from lightning_megatron.strategy.microbatch_logging import LogRecorder
-from lightning_megatron.strategy.stage_state import unchanged
 
 _CONTEXTS = {
     "training_step": "train_step_context",
