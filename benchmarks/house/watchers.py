@@ -136,15 +136,28 @@ class SwitchMode(Switch):
     def switch(self, strategy: Any, *, on: bool) -> None:
         watch = strategy.weight_watch
         if not on:
-            self._mode = watch._reductions
+            self._mode = watch._numbers
         if self._mode is None:
             return
         if on:
             self._mode.__enter__()
-            watch._reductions, strategy.precision.around_step = self._mode, self._mode.lifted
+            watch._numbers = self._mode
         else:
             self._mode.__exit__(None, None, None)
-            watch._reductions, strategy.precision.around_step = None, nullcontext
+            watch._numbers = None
+
+
+class SwitchParts(SwitchMode):
+    """The classes that weights in parts have, in whose place they get the plain ones."""
+
+    @override
+    def switch(self, strategy: Any, *, on: bool) -> None:
+        watch = strategy.weight_watch
+        if on:
+            watch._parts = type(watch._parts)(self._mode)
+        else:
+            self._mode = list(watch._parts._parts)
+            watch._parts.end()
 
 
 def _found(place: str) -> Any:
@@ -179,7 +192,8 @@ def _share_nothing(replay: Any, hook: str, recorder: Any, extra: Sequence[Any] =
 def switches() -> dict[str, Switch]:
     """All watchers that can be switched off, by name."""
     return {
-        "WholeReductions": SwitchMode(),
+        "WeightParts": SwitchParts(),
+        "StageNumbers": SwitchMode(),
         "_Visited": Switch(**{"layers.sequential:_Visited.items": dict.items}),
         "StepState": Switch(
             **{
@@ -194,8 +208,8 @@ def switches() -> dict[str, Switch]:
 
 CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
     "one process, 4 microbatches": ({"num_microbatches": 4}, Plain, ("LogReplay",)),
-    "tp=2, a hook may look at weights": ({"tp": 2}, LooksInHooks, ("WholeReductions",)),
-    "tp=2, the step mentions weights": ({"tp": 2}, LooksInSteps, ("WholeReductions",)),
+    "tp=2, a hook may look at weights": ({"tp": 2}, LooksInHooks, ("WeightParts",)),
+    "tp=2, the step mentions weights": ({"tp": 2}, LooksInSteps, ("WeightParts",)),
     "pp=2, 4 microbatches": (
         {"pp": 2, "num_microbatches": 4},
         Plain,
@@ -209,12 +223,12 @@ CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
     "pp=2, a hook may look at weights": (
         {"pp": 2, "num_microbatches": 4},
         LooksInHooks,
-        ("WholeReductions",),
+        ("StageNumbers",),
     ),
     "pp=2, the step mentions weights": (
         {"pp": 2, "num_microbatches": 4},
         LooksInSteps,
-        ("WholeReductions", "_Visited"),
+        ("StageNumbers", "_Visited"),
     ),
 }
 """Options of the strategy, module, and the watchers that are switched off in turn."""

@@ -83,6 +83,7 @@ def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     Raises:
         ConfigError: ``func`` would change a part in place that has a gradient.
     """
+    args, kwargs = by_place(func, args, kwargs)
     changes_first = args and (changes(func) or communicates(func))
     changed = args[0] if changes_first else kwargs.get("out")
     if split_of(changed) is not None:
@@ -130,6 +131,14 @@ def changes(func: Callable[..., Any]) -> bool:
     """Whether a function of torch changes its first argument."""
     name = getattr(func, "__name__", "")
     return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+
+
+def by_place(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Give a function that changes its argument that by place; ``torch.nn.init`` names it."""
+    if args or not changes(func):
+        return args, kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
 
 
 def communicates(func: Callable[..., Any]) -> bool:

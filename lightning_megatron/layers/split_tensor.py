@@ -149,7 +149,7 @@ def _backward(x: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: A
     part.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``torch.autograd.grad``: the gradient of a split tensor is split as it is."""
     outputs, inputs = args
     given = kwargs.pop("grad_outputs", None)
@@ -232,7 +232,7 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
     )
     for name in ("requires_grad", "grad"):
         found[getattr(Tensor, name).__set__] = rules.on_parts
-    found[torch.autograd.grad] = _gradients
+    found[torch.autograd.grad] = gradients
     put(_same, "clone detach contiguous requires_grad_ detach_")
     put(_same, "", attributes="data grad")
     put(_size, "size")

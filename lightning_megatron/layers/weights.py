@@ -43,13 +43,20 @@ from lightning_megatron._torch import (
     tree_map,
 )
 from lightning_megatron.comm.collectives import start_gather
+from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.memory import computes_with_part
 from lightning_megatron.layers.part_norms import groups_of, own_number
-from lightning_megatron.layers.split_rules import Args, Kwargs, changes, communicates
-from lightning_megatron.layers.split_tensor import OF_TENSOR, SplitTensor, rule_of
+from lightning_megatron.layers.split_rules import (
+    Args,
+    Kwargs,
+    by_place,
+    changes,
+    communicates,
+)
+from lightning_megatron.layers.split_tensor import OF_TENSOR, SplitTensor, gradients, rule_of
 from lightning_megatron.layers.splits import marked, place_of, split_of
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
@@ -223,8 +230,11 @@ def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:
 def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
     if torch.compiler.is_compiling():
         return _of_tensor(func, args, kwargs)
+    args, kwargs = by_place(func, args, kwargs)
     if computes_with_part(_weights(args, kwargs)) or runs_compiled_backward():
         return _of_memory(func, types, args, kwargs)
+    if func is torch.autograd.grad:
+        return _differentiated(func, args, kwargs)
     own = _OWN.get(func)
     if own is not None and place_of(args[0]) is not None:
         return own(func, args, kwargs)
@@ -566,6 +576,27 @@ def _get_gradient(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 def _mark_cut(found: Any, place: Place) -> Any:
     """Mark values without a gradient, which those that ranks hold whole need not be."""
     return _mark(found, place) if place.is_cut else found
+
+
+def _differentiated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Gradients of weights, which lie as these; those that ranks have in part are summed."""
+    places = [place_of(x) for x in args[1]]
+    cut = next((p for p in places if p is not None and p.rows is not None), None)
+    if cut is not None:
+        raise ConfigError(
+            f"{cut.name}: torch.autograd.grad of a weight that zero=3 keeps in parts, which layers "
+            "gather for themselves; nearest valid: zero=2 or lower, or p.grad after the backward"
+        )
+    with DisableTorchFunctionSubclass():
+        found = gradients(func, args, kwargs)
+        return tuple(
+            x if x is None or place is None else _mark_cut(_summed(x, place), place)
+            for x, place in zip(found, places, strict=True)
+        )
+
+
+def _summed(gradient: Tensor, place: Place) -> Tensor:
+    return gradient if place.copies == 1 else reduce_from(gradient, place.topology.tp)
 
 
 def _set_gradient(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:

@@ -4,6 +4,7 @@ The net is built from parallel layers in a `PipelineSequential`. `notes` collect
 found out on the way.
 """
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from torchmetrics import SumMetric
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tests.parity import penalties
 from tests.parity.plain_modules import FromMemory, draw
 
 CLASSES = 4
@@ -452,10 +454,118 @@ class NormedWeight(Stranger):
         nn.utils.parametrizations.weight_norm(self.net.down)
 
 
+class WholeWeights(Stranger):
+    """Looks at weights and gradients as at whole ones: base of what only one stage can."""
+
+
+class PenaltyElsewhere(WholeWeights):
+    """Penalties in another file, in a module and in a function of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectral = penalties.Spectral()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        extra = penalties.orthogonal(self.net.up.weight) + 0.1 * penalties.roots(self.net)
+        return self.loss(*batch) + 1e-2 * (extra + self.spectral(self.net.down))
+
+
+class Watched(WholeWeights):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.notes += penalties.Watcher(self.net).renormalise()
+
+
+class DecoratedHook(WholeWeights):
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.mul_(1 / (1 + p.norm()))
+
+
+class TrainsSomeRows(WholeWeights):
+    """Writes to rows of weights and gradients by their place."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net.up.weight.grad[:3] = 0
+        self.net.up.bias.grad[[0, 7]] = 0.5
+        self.net.down.weight.grad[:, 1] = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net.up.weight[0] = 0.25
+        self.net.down.weight.data[0] = 0.5
+
+
+class AdaptiveWeight(WholeWeights):
+    """A factor from norms of gradients at the last layer, as VQGAN's."""
+
+    whole_head = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(x)
+        first, second = F.cross_entropy(logits, y), logits.square().mean()
+        weight = self.net.head.weight
+        grad = torch.autograd.grad
+        norms = [grad(value, weight, retain_graph=True)[0].norm() for value in (first, second)]
+        factor = (norms[0] / (norms[1] + 1e-4)).detach()
+        self.note(factor)
+        return first + 0.1 * factor * second
+
+
+class TiesByHand(WholeWeights):
+    """Uses a layer's weight by a function of torch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        again = F.linear(x, self.net.up.weight, self.net.up.bias)
+        back = F.linear(again.tanh(), self.net.down.weight)
+        return self.loss(x, y) + 0.1 * back.square().mean()
+
+
+class LooksAtShapes(WholeWeights):
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.net.up.weight
+        self.notes += [*weight.shape, weight.numel(), len(weight), weight.ndim, weight.size(-1)]
+        self.note(weight[3, 2])
+        self.note(torch.linalg.svdvals(weight.detach())[0])
+        self.note(weight.detach().std() + weight.grad.var(0).sum())
+
+
+class Perturbs(WholeWeights):
+    """Random numbers beside weights, which are the same on all ranks."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(torch.randn_like(p), alpha=1e-3)
+            nn.init.normal_(self.net.up.bias, std=0.1)
+
+
+class AverageOfWeights(WholeWeights):
+    """Copies of weights follow these."""
+
+    def on_train_start(self) -> None:
+        self.mean = [copy.deepcopy(p.detach()) for p in self.net.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mean, p in zip(self.mean, self.net.parameters(), strict=True):
+            mean.lerp_(p, 0.3)
+            self.note(mean.norm())
+            self.note(copy.deepcopy(p).square().sum())
+
+
+WHOLE: dict[str, type[Stranger]] = {
+    cls.__name__: cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, WholeWeights) and cls is not WholeWeights
+}
 STRANGERS: dict[str, type[Stranger]] = {
     cls.__name__: cls
     for cls in list(globals().values())
-    if isinstance(cls, type) and issubclass(cls, Stranger)
+    if isinstance(cls, type) and issubclass(cls, Stranger) and not issubclass(cls, WholeWeights)
 }
 
 

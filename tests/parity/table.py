@@ -226,7 +226,7 @@ enter(
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     Copies=_whole(rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather"),
-    Prunes=_whole(rf"ModelPruning\.on_train_epoch_end: .*{_KEPT}full_tensor"),
+    Prunes=_whole(rf"used in Prunes\.training_step: .*{_KEPT}write into"),
     Averages=_whole(r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2"),
     AveragesEvenly=_whole(r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2"),
     ReducesByHand=_GRADIENTS,
@@ -314,6 +314,12 @@ enter(
             )
         },
     },
+)
+enter(
+    "whole weights",
+    strangers.WHOLE,
+    partial(Entry, kinds=("tp",), also=("tp", "zero 3")),
+    AdaptiveWeight={"refused": {"zero 3": r"net\.head\.weight: torch\.autograd\.grad .*zero=2"}},
 )
 enter(
     "strangers",
