@@ -238,7 +238,7 @@ def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
     own = _OWN.get(func)
     if own is not None and place_of(args[0]) is not None:
         return own(func, args, kwargs)
-    if func in OF_TENSOR:
+    if func in OF_TENSOR or _is_of_tensor(func):
         return _of_tensor(func, args, kwargs)
     given = args, kwargs
     args, kwargs = tree_map(_split_tensor, given)
@@ -250,6 +250,14 @@ def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
 def _weights(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
     leaves = tree_flatten((args, kwargs))[0]
     return (leaf for leaf in leaves if isinstance(leaf, PartWeight | PartDTensor))
+
+
+def _is_of_tensor(func: Callable[..., Any]) -> bool:
+    """Whether a function is an attribute, or one with a private name, that tells no values."""
+    name = str(getattr(func, "__name__", ""))
+    private = name.startswith("_") and not name.startswith("__")
+    attribute = name in ("__get__", "__set__") and func not in _OF_VALUES
+    return (private or attribute) and rule_of(func) is rules.on_whole
 
 
 def _of_tensor(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -264,7 +272,9 @@ def _of_memory(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs)
         args, kwargs = tree_map(_memory, (args, kwargs))
         return func(*args, **kwargs)
     with DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        marked_before = func in _GRADIENTS and type(found) in (SplitTensor, PartTensor)
+        return found.as_subclass(Tensor) if marked_before else found
 
 
 def _is_plain(kind: type) -> bool:
@@ -378,7 +388,7 @@ def _fitted(
     """
     changed = args[0] if changes(func) else None
     leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-    plain = [x for x in leaves if place_of(x) is None]
+    plain = [x for x in leaves if place_of(x) is None and not _lies_like(x, place)]
     if any(
         not place.is_like(x._place)  # type: ignore[attr-defined]
         for x in leaves
@@ -411,6 +421,17 @@ def _fitted(
 
     args, kwargs = tree_map(replaced, (args, kwargs))
     return tree_map(_memory, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _lies_like(x: Tensor, place: Place) -> bool:
+    """Whether a DTensor of somebody's, as FSDP2's gradients, is cut as the part."""
+    rows = place.rows
+    return (
+        isinstance(x, DTensor)
+        and rows is not None
+        and (x.device_mesh, x.placements, x.shape)
+        == (rows.device_mesh, rows.placements, rows.shape)
+    )
 
 
 def _everywhere(number: Tensor, place: Place) -> Tensor:
@@ -697,6 +718,9 @@ def _own_table() -> Mapping[Callable[..., Any], Any]:
     return found
 
 
+_PROPERTIES: Any = Tensor
+_GRADIENTS = (_PROPERTIES.grad.__get__, _PROPERTIES.data.__get__)
+_OF_VALUES = (_PROPERTIES.real.__get__, _PROPERTIES.imag.__get__)
 _OWN = _own_table()
 """Functions of the weight itself: its shape is that of the whole, its gradient is a part."""
 

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron.layers.part_norms import groups_of
 from lightning_megatron.layers.weights import Place
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.topology.mesh import Topology
@@ -20,7 +19,7 @@ def _place(role: ParameterRole, topology: Topology) -> Place:
     shard, layer = role.shard, role.axes(topology).layer
     cut = shard is not None and shard.dim is not None and layer.size > 1
     weight = role.parameter
-    rows = weight if isinstance(weight, DTensor) and groups_of(weight) else None
+    rows = weight if isinstance(weight, DTensor) else None
     learners = layer.group if cut and layer is topology.ep else None
     summed = shard is not None and shard.sum_gradients and topology.tp.size > 1
     return Place(

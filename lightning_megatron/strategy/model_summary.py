@@ -29,6 +29,7 @@ from lightning_megatron._lightning import (
     restore_summary,
     summary_depth,
 )
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.plan import class_name
 
 _CENSUS = "_lightning_megatron_census"
@@ -65,6 +66,7 @@ class Census:
         sizes = [self._sizes[key] for key in self._names("")]
         return sum(size * width for size, width, _ in sizes) / 1e6
 
+    @own_weights
     def held(self, module: nn.Module, name: str = "") -> int:
         """Number of parameters held by this process, of those that `count` counts."""
         parameters = {

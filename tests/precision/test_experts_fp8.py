@@ -62,7 +62,7 @@ def test_an_expert_that_was_idle_is_scaled_by_its_first_tokens() -> None:
     gemm = DelayedGemm(E5M2, None, WHOLE, 2, torch.device("cpu"), True)
     gemm.advance(torch.zeros(3))
     y, kept = gemm.output(torch.full((16, 16), 4.0), torch.eye(16))
-    assert y[0, 0] == 4.0
+    assert float(y[0, 0]) == pytest.approx(4.0, rel=1e-6)  # processors round differently
     grad = torch.full((16, 16), 2.0)
     assert gemm.input_gradient(gemm.prepare_gradient(grad, kept), torch.eye(16))[0, 0] == 2.0
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 
 from lightning_megatron import ConfigError, MegatronStrategy, PipelineConfig
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.loss_scale import LossScale
@@ -50,6 +51,7 @@ class Overflow(L.Callback):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
+    @own_weights  # on one rank only
     def on_after_backward(self, trainer: Any, module: L.LightningModule) -> None:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         # Those of batches that are accumulated may not be there before the last of them.

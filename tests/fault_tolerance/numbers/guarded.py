@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.gradients import local
 from tests.strategy.small import GLOBAL_BATCH, WIDTH, make_trainer
 
@@ -85,6 +86,7 @@ class BadGradient(pl.Callback):
     def __init__(self, at: Sequence[int], rank: int, times: int = 1_000) -> None:
         self.left, self.rank, self.value = dict.fromkeys(at, times), rank, torch.nan
 
+    @own_weights  # on one rank only
     def on_after_backward(self, trainer: Any, module: pl.LightningModule) -> None:
         batch = trainer.fit_loop.epoch_loop.batch_idx
         if self.left.get(batch) and trainer.global_rank == self.rank:
