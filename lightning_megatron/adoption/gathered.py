@@ -31,7 +31,7 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.topology.axis import Axis
 
 _SOURCE = "_gathered_from"
@@ -130,7 +130,7 @@ class _LinearOfGathered(Function):
     @once_differentiable
     @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        part, weight = ctx.saved_tensors
+        part, weight = saved_tensors(ctx)
         needs, gemm = ctx.needs_input_grad, ctx.gemm
         gradient = prepare_gradient(rows(grad), ctx.kept, gemm)
         grad_x = None

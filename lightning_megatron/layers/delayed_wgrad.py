@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from lightning_megatron._torch import compile_with_callers_only, in_shape
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, saved_tensors
 
 
 class WgradTask(NamedTuple):
@@ -328,7 +328,7 @@ class _Linear(Function):
     @once_differentiable
     @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_tensors(ctx)
         needs, gemm = ctx.needs_input_grad, ctx.gemm
         grad_no, x_ni = rows(grad), rows(x)
         gradient = prepare_gradient(grad_no, ctx.kept, gemm)

@@ -33,7 +33,7 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.topology.axis import Axis
 
 SEQUENCE_DIM = 1
@@ -84,7 +84,7 @@ class _ColumnParallel(Function):
     @once_differentiable
     @on_memory
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights = saved_tensors(ctx)
         needs, wgrad_queue = ctx.needs_input_grad, ctx.wgrad_queue
         later = wgrad_queue is not None and wgrad_queue.collecting
         regathered = None
@@ -153,7 +153,7 @@ class _RowParallel(Function):
     @once_differentiable
     @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_tensors(ctx)
         needs, gemm = ctx.needs_input_grad, ctx.gemm
         if ctx.sequence:
             grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()

@@ -64,7 +64,7 @@ from lightning_megatron.layers.loss import (
     position_terms,
     reduced,
 )
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.layers.size_checks import vocabulary_problems
 from lightning_megatron.layers.splits import part_of
 from lightning_megatron.topology.axis import Axis
@@ -290,7 +290,7 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     @on_memory
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, lse_n, index_n, foreign_n, ignored_n = ctx.saved_tensors
+        x, weight, bias, lse_n, index_n, foreign_n, ignored_n = saved_tensors(ctx)
         plan, needs = ctx.plan, ctx.needs_input_grad
         whole = plan.whole(x.to(ctx.dtype)) if ctx.regather else x
         x_nh, weight_vh = rows(whole), weight.to(ctx.dtype)

@@ -7,7 +7,7 @@ code (`layers.weights`). Two kinds of code want the part itself:
   `weights_of_self` that of a user's;
 * optimizers, ZeRO, checkpoints and all else of this library that moves memory: `on_memory` marks a
   function, `memory_of_parts` the methods of a class. Within them no tensor asks its class for
-  rules, other than in code of the user's that `as_user` calls.
+  rules.
 """
 
 import threading
@@ -28,8 +28,6 @@ C = TypeVar("C", bound=type)
 
 
 class _Scopes(threading.local):
-    steps = 0
-
     def __init__(self) -> None:
         self.layers: list[nn.Module | None] = []
 
@@ -48,11 +46,6 @@ def computes_with_part(weights: Iterable[Tensor]) -> bool:
         return True
     own = {id(p) for p in layer.parameters(recurse=False)}
     return all(id(weight) in own for weight in weights)
-
-
-def in_step() -> bool:
-    """Whether a step of the user's runs, which pipeline stages do at times of their own."""
-    return _SCOPES.steps > 0
 
 
 def own_weights(function: Callable[P, R]) -> Callable[P, R]:
@@ -110,14 +103,19 @@ def weights_in_parts() -> Iterator[None]:
         _SCOPES.layers.pop()
 
 
-class step:  # a context, written as one
-    """Context of a step of the user's."""
+def scopes() -> tuple[nn.Module | None, ...]:
+    """Layers that run now, for `as_within`."""
+    return tuple(_SCOPES.layers)
 
-    def __enter__(self) -> None:
-        _SCOPES.steps += 1
 
-    def __exit__(self, *_: object) -> None:
-        _SCOPES.steps -= 1
+@contextmanager
+def as_within(layers: tuple[nn.Module | None, ...]) -> Iterator[None]:
+    """Context in which weights are what they were within these layers; for what runs again."""
+    before, _SCOPES.layers = _SCOPES.layers, list(layers)
+    try:
+        yield
+    finally:
+        _SCOPES.layers = before
 
 
 def unwrapped(method: Callable[P, R]) -> Callable[P, R]:
@@ -143,15 +141,11 @@ def on_memory(function: Callable[P, R]) -> Callable[P, R]:
     return within
 
 
-def as_user(function: Callable[P, R]) -> Callable[P, R]:
-    """Within ``function``, called by code `on_memory`, tensors ask their classes again."""
-
-    @wraps(function)
-    def within(*args: P.args, **kwargs: P.kwargs) -> R:
-        with EnableTorchFunction():
-            return function(*args, **kwargs)
-
-    return within
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """Tensors that a function has saved; what is recomputed for them may be code of the user's."""
+    with EnableTorchFunction():
+        found: tuple[Tensor, ...] = ctx.saved_tensors
+        return found
 
 
 def memory_of_parts(kind: C) -> C:

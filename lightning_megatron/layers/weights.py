@@ -38,6 +38,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import (
     DisableTorchFunctionSubclass,
+    compare_memory_of_recomputed,
     runs_compiled_backward,
     tree_flatten,
     tree_map,
@@ -201,6 +202,8 @@ class WeightParts:
 
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
         self._parts = list(places)
+        if self._parts:
+            compare_memory_of_recomputed()
         for weight, place in self._parts:
             known: Any = weight
             known.__class__ = PartDTensor if isinstance(weight, DTensor) else PartWeight

@@ -40,6 +40,7 @@ from typing_extensions import override
 from lightning_megatron._torch import current_function_mode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.parallel.gradients import GradientSet, counts
 
@@ -306,6 +307,7 @@ class StageNumbers(TorchFunctionMode):
         with self.lifted():
             return func(*args, **kwargs)
 
+    @on_memory
     def _total_norm(self, tensors: Sequence[Tensor], order: float) -> Tensor:
         if order <= 0:
             raise ConfigError(

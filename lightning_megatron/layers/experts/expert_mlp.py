@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, can_defer, compute_dtype
 from lightning_megatron.layers.experts.grouped import TorchGroupedGemm
 from lightning_megatron.layers.gemm import GroupedGemm
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.layers.mlp import activation_function
 from lightning_megatron.layers.size_checks import Activation
 
@@ -140,7 +140,7 @@ class _ExpertMLP(Function):
         options: _Options = ctx.options
         counts, gemm, needs = options.counts, options.gemm, ctx.needs_input_grad
         stacks = len(gemm)
-        scale, *saved = ctx.saved_tensors  # once: a checkpoint refuses to be asked again
+        scale, *saved = saved_tensors(ctx)  # once: a checkpoint refuses to be asked again
         x, *hidden = saved[:stacks]
         *into, down = saved[stacks:]
         prepared = gemm[-1].prepare_gradient(grad.contiguous(), ctx.kept[-1], counts)

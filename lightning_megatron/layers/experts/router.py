@@ -45,7 +45,7 @@ from lightning_megatron.layers.experts.routing import (
     within_capacity,
 )
 from lightning_megatron.layers.experts.tokens import Tokens
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
@@ -496,7 +496,7 @@ class _WideLogits(Function):
     @once_differentiable
     @on_memory
     def backward(ctx: Any, grad_te: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_tensors(ctx)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = (grad_te @ weight.to(ctx.wide)).to(x.dtype) if needs_x else None
         grad_weight = (grad_te.T @ x.to(ctx.wide)).to(weight.dtype) if needs_weight else None

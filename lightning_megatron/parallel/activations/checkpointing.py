@@ -41,6 +41,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import compile_with_callers_only, tree_flatten
 from lightning_megatron.layers.experts.decisions import Decisions, uncounted
+from lightning_megatron.layers.memory import as_within, scopes
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
@@ -321,13 +322,14 @@ class _Again(AbstractContextManager[None]):
         self._notes = notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
-        self._is_seen = is_seen()
+        self._is_seen, self._scopes = is_seen(), scopes()
 
     @override
     def __enter__(self) -> None:
         self._entered = ExitStack()
         if not self._is_seen:
             self._entered.enter_context(unseen())
+        self._entered.enter_context(as_within(self._scopes))
         self._entered.enter_context(_default_dtype(self._dtype))
         self._entered.enter_context(_without_counting(self._counting))
         self._entered.enter_context(self._decisions.replaying())
