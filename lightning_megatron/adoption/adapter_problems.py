@@ -6,9 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.adoption.adapters import base_layer, is_lora, is_tuner
+from lightning_megatron.adoption.adapters import (
+    base_layer,
+    has_split_rows,
+    is_lora,
+    is_split,
+    is_summed,
+    is_tuner,
+)
 from lightning_megatron.adoption.classes import own_class
-from lightning_megatron.adoption.linear import AdoptedColumn, AdoptedEmbedding, AdoptedRow, Summed
 from lightning_megatron.adoption.own_layers import is_own_linear
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.degrees import Degrees
@@ -73,9 +79,9 @@ def _fault(layer: Any, base: nn.Module, degrees: Degrees) -> str | None:
     method = type(layer).__module__.split(".")[2].upper()
     if is_lora(layer, "Linear") and is_own_linear(base):
         variants = {type(v).__name__ for v in layer.lora_variant.values()}
-    elif is_lora(layer, "Linear") and isinstance(base, _LINEAR):
+    elif is_lora(layer, "Linear") and (is_split(base) or is_summed(base)):
         variants = {type(v).__name__ for v in layer.lora_variant.values()} - {"DoraLinearVariant"}
-    elif is_lora(layer, "Embedding") and isinstance(base, AdoptedEmbedding):
+    elif is_lora(layer, "Embedding") and has_split_rows(base):
         variants = {type(v).__name__ for v in layer.lora_variant.values()}
     else:
         return f"{kind} of PEFT's {method} on {what}, has no rule; {_NEAREST}"
@@ -84,7 +90,6 @@ def _fault(layer: Any, base: nn.Module, degrees: Degrees) -> str | None:
     return None
 
 
-_LINEAR = (AdoptedColumn, AdoptedRow, Summed)
 _NEAREST = "nearest valid: LoRA of linear layers and embeddings, DoRA of linear layers, or tp=ep=1"
 
 

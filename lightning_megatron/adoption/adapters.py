@@ -28,31 +28,24 @@ Adapters may come before or after `adopt`. Before: `adopt` looks through them
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.adoption.classes import become, own_class
-from lightning_megatron.adoption.fused import AdoptedFused, as_fused
-from lightning_megatron.adoption.linear import (
-    AdoptedColumn,
-    AdoptedEmbedding,
-    AdoptedRow,
-    Summed,
-    as_column,
-    as_row,
-    as_summed,
-    entered_once,
-)
+from lightning_megatron.adoption.column_input import entered_once
+from lightning_megatron.adoption.embedding import AdoptedEmbedding
+from lightning_megatron.adoption.linear import AdoptedLinear, as_linear
 from lightning_megatron.adoption.magnitude import as_magnitude
 from lightning_megatron.adoption.own_layers import join_own
+from lightning_megatron.adoption.sharding import Sharded, Sharding, as_sharded
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.splits import split_of, whole
-from lightning_megatron.topology.mesh import Topology
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -164,42 +157,10 @@ class ColumnAdapter(ParallelLayer):
         topology = self.topology
         if topology is not None and topology.tp.size > 1:
             base = base_layer(self)
-            assert isinstance(base, AdoptedColumn)
-            x = whole(x) if base.is_whole else entered_once(x, topology.tp)
+            assert isinstance(base, AdoptedLinear)
+            x = whole(x) if base.held == "whole" else entered_once(x, topology.tp)
         out: Tensor = own_class(self).forward(self, x, *args, **kwargs)
         return out
-
-
-class AdapterInput(ParallelLayer):
-    """Class in front of ``A`` of a column-parallel layer: ``[..., in]`` to ``[..., r]``.
-
-    Attributes:
-        undivided: number of output features of a base layer that every rank computes whole where tp
-            does not divide it; else None.
-    """
-
-    undivided: int | None
-
-    @override
-    def summed_parameters(self, topology: Topology) -> frozenset[str]:
-        if self.undivided is not None and self.undivided % topology.tp.size:
-            return frozenset()
-        return frozenset(name for name, _ in self.named_parameters(recurse=False))
-
-
-class AdapterOutput(AdoptedColumn):
-    """Class in front of ``B`` of a column-parallel layer: ``[..., r]`` to ``[..., out]``.
-
-    The gradient that it returns is this rank's part of a sum, as is that of ``A``.
-    """
-
-    @override
-    def own_output(self, x: Tensor) -> Tensor:
-        return super().own_output(x) if self.is_whole else self.own_features(x)
-
-
-class FusedAdapterOutput(AdapterOutput, AdoptedFused):
-    """Class in front of ``B`` of a fused column-parallel layer."""
 
 
 class PartDropout(ParallelLayer, nn.Dropout):
@@ -243,7 +204,7 @@ def join_adapters(module: nn.Module) -> None:
         base = base_layer(layer)
         if is_lora(layer, "Linear"):
             _join(layer, base)
-        elif is_lora(layer, "Embedding") and isinstance(base, AdoptedEmbedding):
+        elif is_lora(layer, "Embedding") and has_split_rows(base):
             become(layer, EmbeddingAdapter)
 
 
@@ -260,44 +221,48 @@ def is_lora(layer: nn.Module, name: str) -> bool:
     return isinstance(layer, getattr(sys.modules.get("peft.tuners.lora.layer"), name, ()))
 
 
+def has_split_rows(module: nn.Module) -> bool:
+    """Whether a module is an embedding that is split by rows."""
+    return isinstance(module, AdoptedEmbedding) and module.by_rows
+
+
 def _join(lora: Any, base: nn.Module) -> None:
     """Give the parts of one ``lora.Linear`` their roles."""
     for name in lora.lora_A:
         a, b, dropout = lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]
-        if isinstance(base, AdoptedColumn):
-            become(lora, ColumnAdapter).tensor_shards = {}
-            a = become(a, AdapterInput)
-            a.tensor_shards = {}
-            a.undivided = base.out_features if base.may_stay_whole else None
-            _join_output(b, base)
-        elif isinstance(base, AdoptedRow):
-            as_row(a, input_is_parallel=base.input_is_parallel)
-            if isinstance(dropout, nn.Dropout) and base.input_is_parallel:
-                become(dropout, PartDropout).tensor_shards = {}
+        if isinstance(base, AdoptedLinear) and base.placement == "column":
+            become(lora, ColumnAdapter)
+            undivided = base.sharding.undivided
+            as_sharded(a, Sharding(parts=base.parts, undivided=undivided, sums="always"), Sharded)
+            as_linear(b, replace(base.split, is_entered=True))
+        elif isinstance(base, AdoptedLinear) and base.placement == "row":
+            as_linear(a, replace(base.split, of_heads=False))
+            if isinstance(dropout, nn.Dropout) and not base.split.splits_input:
+                become(dropout, PartDropout)
         elif isinstance(base, ColumnParallelLinear | RowParallelLinear):
             join_own(a, b, base)
             if isinstance(dropout, nn.Dropout):
                 part = become(dropout, PartDropout)
-                part.tensor_shards = {}
                 part.of_sequence = isinstance(base, ColumnParallelLinear)
-        elif isinstance(base, Summed):
-            as_summed(a, sequence_only=base.sequence_only)
-            as_summed(b, sequence_only=base.sequence_only)
+        elif is_summed(base):
+            for matrix in (a, b):
+                as_sharded(matrix, base.sharding, Sharded)
         if name in lora.lora_magnitude_vector:
             _join_magnitude(lora.lora_magnitude_vector[name], base)
 
 
-def _join_output(b: nn.Linear, base: AdoptedColumn) -> None:
-    if isinstance(base, AdoptedFused):
-        become(b, FusedAdapterOutput)
-        as_fused(b, base.parts)
-        return
-    become(b, AdapterOutput)
-    as_column(b, units=base.units, gather=base.gather_output, may_stay_whole=base.may_stay_whole)
-
-
 def _join_magnitude(magnitude: nn.Module, base: nn.Module) -> None:
-    if isinstance(base, AdoptedColumn | AdoptedRow):
+    if is_split(base):
         as_magnitude(magnitude, base)
-    elif isinstance(base, Summed):
-        as_summed(magnitude, sequence_only=base.sequence_only)
+    elif is_summed(base):
+        as_sharded(magnitude, base.sharding, Sharded)
+
+
+def is_split(base: nn.Module) -> TypeGuard[AdoptedLinear]:
+    """Whether an adopted layer gives each rank some of its features."""
+    return isinstance(base, AdoptedLinear) and base.placement != "whole"
+
+
+def is_summed(base: nn.Module) -> TypeGuard[Sharded]:
+    """Whether a layer is whole, and applied to a part on each rank."""
+    return isinstance(base, Sharded) and base.sharding.sums != "never"

@@ -211,7 +211,6 @@ def as_experts(module: nn.Module, name: str) -> None:
     parameters = dict(module.named_parameters(recurse=False))
     matrices = _matrices(module, parameters)
     experts = become(module, AdoptedExperts)
-    experts.tensor_shards = {}
     experts.stacked = frozenset(parameters)
     experts.matrices = matrices
     experts.init_std = experts.out_init_std = _init_std(module)

@@ -2,7 +2,8 @@
 
 The projections of an attention module are split by heads, so that the module's own forward sees
 plain tensors with this rank's heads. It shapes them with ``-1`` for the number of heads, or with
-counts that it has as attributes: those become this rank's when the module is distributed.
+counts that it has as attributes: those become this rank's when the module is distributed. Where it
+reads them from the configuration of the model, it gets a view of that with this rank's.
 
 ======================  ====================================  ================================
 what                    over all ranks                        on one rank
@@ -31,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_megatron.adoption.classes import become, own_class
+from lightning_megatron.adoption.linear import linear_sizes
+from lightning_megatron.adoption.sharding import Part, Sharded, Sharding, as_sharded
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
@@ -124,6 +127,56 @@ def query_heads(module: nn.Module, row: nn.Linear | None = None) -> int | None:
     return own or next(_counts(module, QUERY_COUNTS), None)
 
 
+def fused_heads(module: nn.Module, columns: Mapping[str, nn.Module]) -> Heads:
+    """Find the heads of an attention module with a fused projection.
+
+    Args:
+        module: the attention module.
+        columns: its other column-parallel projections, by name.
+
+    Raises:
+        ConfigError: nothing tells the number of its heads.
+    """
+    queries, size = query_heads(module), head_size(module)
+    if queries is None or size is None:
+        raise ConfigError(
+            f"{type(module).__name__} says nowhere how many heads its fused projection has; "
+            f"nearest valid: an attribute {QUERY_COUNTS[0]}, or 'colwise_gather_output' for it"
+        )
+    keys = next(_counts(module, KV_COUNTS), None)
+    units = {name: linear_sizes(column)[1] // size for name, column in columns.items()}
+    return Heads(queries, keys or queries, units)
+
+
+def fused_parts(
+    owner: nn.Module, heads: Heads, features: int, name: str, *, queries: bool = True
+) -> list[Part]:
+    """Return the parts of a fused projection: queries, keys, values, or the last two.
+
+    Args:
+        owner: the attention module.
+        heads: its heads.
+        features: output features of the projection.
+        name: name of the projection.
+        queries: whether queries are in it.
+
+    Raises:
+        ConfigError: the features are no such parts.
+    """
+    size = head_size(owner)
+    assert size is not None
+    query, key = Part(heads.queries * size, heads.queries), Part(heads.keys * size, heads.keys)
+    parts = [query, key, key] if queries else [key, key]
+    if sum(part.features for part in parts) == features:
+        return parts
+    of_queries = f"queries of {heads.queries} heads, " if queries else ""
+    raise ConfigError(
+        f"tp_plan: {name} has {features} output features, which are not {of_queries}keys and "
+        f"values of {heads.keys} heads, with {size} features each; nearest valid: "
+        "'colwise_gather_output'"
+    )
+
+
 def _counts(module: nn.Module, names: Sequence[str], *, of_config: bool = True) -> Iterator[int]:
     """Counts that a module, then its configuration, has under these names."""
     for holder in (module, getattr(module, "config", None)) if of_config else (module,):
@@ -150,6 +203,9 @@ class AdoptedAttention(ParallelLayer):
     Attributes:
         heads: heads over all ranks.
         by_head: names of its own parameters that have one entry for each query head.
+        takes_alibi: whether it is given the ALiBi biases of all heads, as ``alibi`` of shape
+            ``[b * heads, ...]``, in whose place it gets those of this rank's heads.
+        config_counts: numbers of heads over all ranks that it reads from its ``config`` alone.
         whole_values: values of attributes over all ranks, which a rank has changed.
 
     Attention weights that somebody asks for, ``[b, n, s, s]``, are the last of what the module
@@ -160,7 +216,9 @@ class AdoptedAttention(ParallelLayer):
     surrounds = ("forward",)
     heads: Heads
     by_head: tuple[str, ...]
-    whole_values: dict[str, int]
+    takes_alibi: bool = False
+    config_counts: Mapping[str, int]
+    whole_values: dict[str, Any]
 
     @override
     def shard_dims(self) -> dict[str, int]:
@@ -175,8 +233,8 @@ class AdoptedAttention(ParallelLayer):
         super().distribute(topology)
         self._restore()
         for name, value in self._local_values(topology.tp.size):
-            self.whole_values[name] = getattr(self, name)
-            setattr(self, name, value)
+            self.whole_values[name] = self.__dict__[name]
+            self.__dict__[name] = value
 
     @override
     def withdraw(self) -> None:
@@ -184,11 +242,10 @@ class AdoptedAttention(ParallelLayer):
         self._restore()
 
     def _restore(self) -> None:
-        for name, value in self.whole_values.items():
-            setattr(self, name, value)
+        self.__dict__.update(self.whole_values)
         self.whole_values = {}
 
-    def _local_values(self, tp: int) -> Iterator[tuple[str, int]]:
+    def _local_values(self, tp: int) -> Iterator[tuple[str, Any]]:
         """Attributes and their values on a rank, as far as they differ from those of the whole."""
         queries, keys = self.heads.queries, self.heads.keys
         own_queries, own_keys = queries // tp, max(keys // tp, 1)
@@ -203,9 +260,16 @@ class AdoptedAttention(ParallelLayer):
             for name in names:
                 if self.__dict__.get(name) == whole and own != whole:
                     yield name, own
+        if self.config_counts and tp > 1:
+            numbers = {name: max(count // tp, 1) for name, count in self.config_counts.items()}
+            yield "config", LocalConfig(self.__dict__["config"], numbers)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        alibi, tp = kwargs.get("alibi"), self.tp_size
+        if self.takes_alibi and self.topology is not None and isinstance(alibi, Tensor) and tp > 1:
+            by_batch = alibi.view(args[0].shape[0], tp, -1, *alibi.shape[1:])
+            kwargs["alibi"] = by_batch[:, self.topology.tp.rank].flatten(0, 1)
         if not self.by_head and not self._drops_heads():
             # A compiler (torch 2.13) fails where a graph breaks inside of any context.
             return super().__call__(*args, **kwargs)
@@ -279,69 +343,53 @@ def as_attention(module: nn.Module, heads: Heads, by_head: tuple[str, ...] = ())
         by_head: names of its own parameters with one entry for each query head.
     """
     attention = become(module, AdoptedAttention)
-    attention.tensor_shards = {}
     attention.heads = heads
     attention.by_head = by_head
+    attention.config_counts = {}
     attention.whole_values = {}
 
 
-class AlibiOfHeads(ParallelLayer):
-    """Class in front of an attention module that gets the ALiBi biases of all heads.
+def count_in_config(module: AdoptedAttention) -> None:
+    """Have a module that counts its heads in ``config`` alone find this rank's there."""
+    config = vars(module).get("config")
+    if config is None or next(_counts(module, QUERY_COUNTS, of_config=False), None) is not None:
+        return
+    counts = {name: module.heads.queries for name in QUERY_COUNTS if hasattr(config, name)}
+    counts |= {name: module.heads.keys for name in KV_COUNTS if hasattr(config, name)}
+    module.config_counts = counts
 
-    The argument ``alibi`` is ``[b * heads, ...]``, and becomes that of this rank's heads.
+
+class LocalConfig:
+    """View of the configuration of a model, with some numbers of its own.
+
+    Args:
+        config: configuration that all other attributes are read from and written to.
+        numbers: attributes with other values.
     """
 
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alibi, tp = kwargs.get("alibi"), self.tp_size
-        if isinstance(alibi, Tensor) and self.topology is not None and tp > 1:
-            by_batch = alibi.view(args[0].shape[0], tp, -1, *alibi.shape[1:])
-            kwargs["alibi"] = by_batch[:, self.topology.tp.rank].flatten(0, 1)
-        return super().__call__(*args, **kwargs)
+    def __init__(self, config: Any, numbers: Mapping[str, int]) -> None:
+        self.__dict__["_config"] = config
+        self.__dict__["_numbers"] = dict(numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        numbers = self.__dict__["_numbers"]
+        return numbers[name] if name in numbers else getattr(self.__dict__["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_config"], name, value)
 
 
-def as_alibi_of_heads(module: nn.Module) -> None:
-    """Give an attention module the ALiBi biases of its rank's heads, in place."""
-    become(module, AlibiOfHeads).tensor_shards = {}
-
-
-class PerHead(ParallelLayer):
+class PerHead(Sharded):
     """Class in front of a module whose parameters have one row for each head, ``[heads, ...]``.
 
     It gets this rank's heads, and applies this rank's rows to them (Cohere's norms of queries and
     keys). With fewer heads than ranks every rank holds all rows, and uses one.
     """
 
-    units: int
-    _shared_unit: int | None
-
-    @override
-    def shard_dims(self) -> dict[str, int]:
-        names = (name for name, _ in self.named_parameters(recurse=False))
-        return {} if self._shared_unit is not None else dict.fromkeys(names, 0)
-
-    @override
-    def summed_parameters(self, topology: Topology) -> frozenset[str]:
-        if self._shared_unit is None:
-            return frozenset()
-        return frozenset(name for name, _ in self.named_parameters(recurse=False))
-
-    @override
-    def distribute(self, topology: Topology) -> None:
-        tp = topology.tp
-        self._shared_unit = tp.rank * self.units // tp.size if tp.size > self.units else None
-        super().distribute(topology)
-
-    @override
-    def withdraw(self) -> None:
-        super().withdraw()
-        self._shared_unit = None
-
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own, unit = dict(self.named_parameters(recurse=False)), self._shared_unit
-        rows = own if unit is None else {n: p.narrow(0, unit, 1) for n, p in own.items()}
-        with _seen_as(self, rows):
+        own = dict(self.named_parameters(recurse=False))
+        with _seen_as(self, {name: self.computed(p) for name, p in own.items()}):
             return super().__call__(*args, **kwargs)
 
 
@@ -376,7 +424,6 @@ def as_per_head(module: nn.Module, units: int) -> None:
     ]
     if wrong:
         raise ConfigError(wrong)
-    per_head = become(module, PerHead)
-    per_head.tensor_shards = {}
-    per_head.units = units
-    per_head._shared_unit = None
+    names = (name for name, _ in module.named_parameters(recurse=False))
+    rows = Sharding(dims=dict.fromkeys(names, 0), parts=(Part(units, units),), undivided="shared")
+    as_sharded(module, rows, PerHead)

@@ -1,146 +1,137 @@
-"""Layers of other libraries as parallel layers, in place.
+"""Linear layers of other libraries as parallel layers, in place.
 
-An ``nn.Linear`` becomes column- or row-parallel and an ``nn.Embedding`` vocabulary-parallel by a
-change of its class (`adoption.classes`): its parameters, names, hooks and identity stay.
+An ``nn.Linear``, or a ``Conv1D`` of transformers, whose weight is transposed, gets the class
+`AdoptedLinear` in front of its own (`adoption.classes`): its parameters, names, hooks and identity
+stay. What it computes follows from its `LinearSplit`:
+
+=============  ===================================  ============================================
+placement      parameters of a rank                 input and output
+=============  ===================================  ============================================
+``column``     its output features: of each of      the whole; its features, a `SplitTensor`.
+               the ``parts``, if there are some     With ``parts``, a plain tensor of these
+``row``        its input features                   its features, or the whole; the whole
+``whole``      all                                  the whole; the whole
+=============  ===================================  ============================================
+
+Input and output are of the whole sequence, under sequence parallelism too; a residual stream that
+is divided along the sequence is a `SplitTensor`.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
-from lightning_megatron.adoption.classes import become
-from lightning_megatron.adoption.gathered import gathered, linear_of_gathered
+from lightning_megatron.adoption.column_input import entered, linear_of_gathered
 from lightning_megatron.adoption.sequences import divides
-from lightning_megatron.comm.functional import copy_to, reduce_from, split_to
+from lightning_megatron.adoption.sharding import Part, Sharded, Sharding, as_sharded
+from lightning_megatron.comm.functional import copy_to, split_to
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.context_tensor import on_rows
 from lightning_megatron.layers.delayed_wgrad import linear
-from lightning_megatron.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    row_parallel,
-)
+from lightning_megatron.layers.linear import ParallelLinear, Placement, row_parallel
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
-from lightning_megatron.layers.split_tensor import SplitTensor
+from lightning_megatron.layers.split_tensor import SplitTensor, split_output
 from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
-from lightning_megatron.topology.axis import Axis
-from lightning_megatron.topology.degrees import Degrees
-from lightning_megatron.topology.mesh import Topology
-
-_ENTERED = "_entered_tp"
-_IS_ENTERED = "_is_entered_tp"
 
 
-def entered(x: Tensor, tp: Axis) -> Tensor:
-    """Return the whole of ``x`` with gradients that are summed over tp.
+@dataclass(frozen=True, kw_only=True)
+class LinearSplit:
+    """How tp splits one linear layer."""
 
-    Column-parallel layers that take the same tensor one after the other share one sum, and of a
-    sequence that is split over tp one gather.
-    """
-    if getattr(x, _IS_ENTERED, None) is tp:
-        return x
-    # A parameter outlives its step. The reference is weak: the result is a view of x, so that the
-    # two would keep each other. What learns keeps the result for the backward.
-    shares = torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
-    known = _known(x, tp) if shares else None
-    if known is None:
-        split = split_of(x)
-        if split is None or split.dim == x.dim() - 1:
-            known = copy_to(whole(x), tp)
-        else:
-            known = gathered(own_part(x), tp, split.dim)
-        if shares:
-            # A compiler sees through a plain attribute, and keeps none of it.
-            traced = torch.compiler.is_compiling()
-            found = known if traced else (TensorWeakRef(known), tp, x._version)
-            setattr(x, _ENTERED, found)
-    return known
+    placement: Placement
+    """Features of which a rank has a part: of the output, of the input, or none."""
+    parts: tuple[Part, ...] = ()
+    """Of a column layer in attention, or of a fused one: blocks of its output features that code
+    around it takes from a plain tensor. Empty: the output behaves like the whole."""
+    may_stay_whole: bool = False
+    """Whether every rank computes all output features where tp does not divide their number (a
+    vocabulary, for example)."""
+    is_entered: bool = False
+    """Whether the caller sums the gradient of a column layer's input over tp."""
+    splits_input: bool = False
+    """Whether a row layer gets whole features, and takes its own itself."""
+    of_heads: bool = False
+    """Whether a row layer gets this rank's heads as a plain tensor."""
+    positional: int = 0
+    """Last features of a whole layer's output that go to every rank's heads as they are, so that
+    their gradient is summed here (the latent of DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
 
-def _known(x: Tensor, tp: Axis) -> Tensor | None:
-    """Result of `entered` for ``x``, which has not changed since."""
-    found = getattr(x, _ENTERED, None)
-    if found is None or torch.compiler.is_compiling():
-        return found
-    reference, axis, version = found
-    known: Tensor | None = reference()
-    return known if axis is tp and version == x._version else None
-
-
-def entered_once(x: Tensor, tp: Axis) -> Tensor:
-    """Return `entered` of ``x`` such that column-parallel layers take it as it is."""
-    x = entered(x, tp)
-    setattr(x, _IS_ENTERED, tp)
-    return x
-
-
-class AdoptedColumn(ColumnParallelLinear):
-    """Class in front of an ``nn.Linear`` whose output features are split over tp.
+class AdoptedLinear(Sharded, ParallelLinear):
+    """Class in front of a linear layer, split as its `LinearSplit` says.
 
     Attributes:
-        may_stay_whole: whether every rank holds and computes all features where tp does not divide
-            their number (a vocabulary, for example).
-        is_whole: whether it does.
+        split: how.
+        is_transposed: whether its weight is ``[in, out]``.
     """
 
-    may_stay_whole: bool = False
-    is_whole: bool = False
+    split: LinearSplit
+    is_transposed: bool
+
+    @property
+    @override
+    def matrix(self) -> Tensor:
+        return self.weight.t() if self.is_transposed else self.weight
 
     @override
-    def shard_dims(self) -> dict[str, int]:
-        return {} if self.is_whole else super().shard_dims()
-
-    @override
-    def problems(self, degrees: Degrees) -> list[str]:
-        return [] if self.may_stay_whole else super().problems(degrees)
-
-    @override
-    def distribute(self, topology: Topology) -> None:
-        self.is_whole = self.may_stay_whole and self.out_features % topology.tp.size > 0
-        super().distribute(topology)
+    def init_parameter(
+        self, name: str, full: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        if not self.is_transposed:
+            super().init_parameter(name, full, generator)
+        elif name == "weight":
+            nn.init.normal_(full, std=0.02, generator=generator)
+        else:
+            nn.init.zeros_(full)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        if part_of(x) is not None:
-            of_rows: Tensor = on_rows(self.forward, x)
-            return of_rows
-        return super().forward(x)
+        if self.placement == "row":
+            return self._of_rows(x)
+        if self.placement == "column":
+            return self._of_columns(x)
+        return self._of_latent(x)
+
+    def _plainly(self, x: Tensor) -> Tensor:
+        """Output of one rank that holds and computes everything."""
+        return linear(x, self.matrix, self.bias, self.wgrad_queue, self.gemm)
 
     @override
-    def own_output(self, x: Tensor) -> Tensor:
-        topology = self.topology
-        if topology is None or topology.tp.size == 1 or self.is_whole:
-            return linear(whole(x), self.matrix, self.bias, self.wgrad_queue, self.gemm)
-        return self.own_features(entered(x, topology.tp))
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        bias = None if self.bias is None else self.computed(self.bias)
+        return self.computed(self.matrix), bias
 
-    @override
     def own_features(self, x: Tensor) -> Tensor:
+        """Compute this rank's features of an input whose gradient the caller sums over tp."""
         weight, bias = self.local_parameters()
         return linear_of_gathered(x, weight, bias, self.wgrad_queue, self.gemm)
 
-
-class AdoptedRow(RowParallelLinear):
-    """Class in front of an ``nn.Linear`` whose input features are split over tp.
-
-    A plain input is of the whole sequence, under sequence parallelism too. The output is then a
-    `SplitTensor`, divided along the sequence, where tp divides its length.
-
-    Attributes:
-        of_heads: whether it takes this rank's heads as a plain tensor, and no whole one.
-    """
-
-    of_heads: bool = False
-
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def marked_output(self, y: Tensor) -> Tensor:
+        whole_or_plain = self.split.parts or y.shape[-1:] == (self.out_features,)
+        if self.topology is None or self.placement != "column" or whole_or_plain:
+            return y
+        return split_output(y, self.topology)
+
+    def _of_columns(self, x: Tensor) -> Tensor:
+        if part_of(x) is not None:
+            of_rows: Tensor = on_rows(self.forward, x)
+            return of_rows
+        topology = self.topology
+        if topology is None or topology.tp.size == 1 or self.held == "whole":
+            return self._plainly(whole(x))
+        x = x if self.split.is_entered else entered(x, topology.tp)
+        return self.marked_output(self.own_features(x))
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        """Sum of the ranks' outputs, along the sequence where that is divided and tp divides it."""
         topology = self.topology
         if topology is None or topology.tp.size == 1:
-            return linear(x, self.matrix, self.bias, self.wgrad_queue, self.gemm)
+            return self._plainly(x)
         split, tp = split_of(x), topology.tp
-        if self.of_heads and split is None:
+        if self.split.of_heads and split is None:
             self._check_heads(x.shape[-1], tp.size)
         if split is not None and split.dim == x.dim() - 1:
             x = own_part(x)
@@ -166,163 +157,86 @@ class AdoptedRow(RowParallelLinear):
             "'colwise_gather_output' for its projections and 'rowwise_split_input' for this one"
         )
 
-
-class AdoptedLatent(ParallelLayer, nn.Linear):
-    """Class in front of the whole ``nn.Linear`` that makes the latent of keys and values.
-
-    The latent goes to a column-parallel projection, which sums its gradient. The positional
-    features, the last ones, go to every rank's heads as they are, so that their gradient is summed
-    here (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-    """
-
-    positional: int
-
-    @override
-    def init_parameter(
-        self, name: str, full: Tensor, generator: torch.Generator | None = None
-    ) -> None:
-        bound = self.in_features**-0.5
-        nn.init.uniform_(full, -bound, bound, generator=generator)
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(whole(x), self.weight, self.bias)
-        topology = self.topology
+    def _of_latent(self, x: Tensor) -> Tensor:
+        y, topology = self._plainly(whole(x)), self.topology
         if topology is None or topology.tp.size == 1:
             return y
-        latent, positions = y.tensor_split([self.out_features - self.positional], -1)
+        latent, positions = y.tensor_split([self.out_features - self.split.positional], -1)
         return torch.cat((latent, copy_to(positions, topology.tp)), -1)
 
 
-class SplitLookup(nn.Embedding):
-    """Class behind that of an embedding: the lookup in which its forward ends.
+class TiedBias(Sharded):
+    """Class in front of a module that holds, as ``bias``, the bias of a column-parallel linear.
 
-    A class of its own may do more, as Gemma's, which scales what it finds.
+    Like the linear it stays whole where tp does not divide its features.
     """
-
-    topology: Topology | None
-    is_whole: bool
-
-    @override
-    def forward(self, tokens: Tensor) -> Tensor:
-        topology = self.topology
-        if topology is None or topology.tp.size == 1 or self.is_whole:
-            return super().forward(tokens)
-        rows, first = self.weight.shape[0], self.weight.shape[0] * topology.tp.rank
-        local = tokens - first
-        foreign = (local < 0) | (local >= rows)
-        of_others = foreign & (tokens >= 0) & (tokens < self.num_embeddings)
-        padding = self.padding_idx
-        own_padding = None
-        if padding is not None and first <= padding < first + rows:
-            own_padding = padding - first
-        x = F.embedding(local.masked_fill(of_others, 0), self.weight, own_padding)
-        return reduce_from(x.masked_fill(foreign.unsqueeze(-1), 0), topology.tp)
-
-
-class AdoptedEmbedding(ParallelLayer, nn.Embedding):
-    """Class in front of an ``nn.Embedding`` whose rows are split over tp.
-
-    Its output is whole on every rank, under sequence parallelism too.
-
-    Attributes:
-        is_whole: whether every rank holds all rows, as tp does not divide their number.
-    """
-
-    behind = SplitLookup
-    is_whole: bool = False
-
-    @override
-    def shard_dims(self) -> dict[str, int]:
-        return {} if self.is_whole else {"weight": 0}
-
-    @override
-    def distribute(self, topology: Topology) -> None:
-        self.is_whole = self.num_embeddings % topology.tp.size > 0
-        super().distribute(topology)
 
     @override
     def init_parameter(
         self, name: str, full: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        nn.init.normal_(full, generator=generator)
-        if self.padding_idx is not None:
-            full[self.padding_idx].zero_()
+        nn.init.zeros_(full)
 
 
-class Summed(ParallelLayer):
-    """Class in front of a module of which each tp rank sees a part of what it is applied to.
-
-    Its parameters are whole on every rank, and their gradients are parts of a sum.
-    """
-
-    sequence_only: bool = False
-    """Whether it sees a part under sequence parallelism only."""
-
-    @override
-    def summed_parameters(self, topology: Topology) -> frozenset[str]:
-        if self.sequence_only and not topology.sequence_parallel:
-            return frozenset()
-        return frozenset(name for name, _ in self.named_parameters(recurse=False))
-
-
-def as_column(
-    module: nn.Linear,
-    *,
-    units: int | None = None,
-    gather: bool = False,
-    may_stay_whole: bool = False,
-) -> None:
-    """Make a linear layer column-parallel, in place.
+def as_linear(module: nn.Module, split: LinearSplit, name: str = "") -> None:
+    """Make a linear layer or ``Conv1D`` parallel, in place.
 
     Args:
         module: the layer.
-        units: number of indivisible blocks of output features (heads): the output is then this
-            rank's part as a plain tensor.
-        gather: whether every rank returns all features.
-        may_stay_whole: whether it is held whole where tp does not divide its features.
+        split: how it is split.
+        name: name of the module, for the message.
+
+    Raises:
+        ConfigError: it is none, or the parts are not all of its output features.
     """
-    column = become(module, AdoptedColumn)
-    column.tensor_shards = {}
-    column.init_std = None
-    column.gather_output = gather
-    column.units = units
-    column._shared_unit = None
-    column.may_stay_whole = may_stay_whole
-    column.is_whole = False
+    sizes = linear_sizes(module, name)
+    sharding = _sharding(split, is_transposed(module))
+    if split.parts and sum(part.features for part in split.parts) != sizes[1]:
+        raise ConfigError(
+            f"{name or type(module).__name__} has {sizes[1]} output features, but parts of "
+            f"{[part.features for part in split.parts]}; nearest valid: parts that add up to "
+            f"{sizes[1]}"
+        )
+    made = as_sharded(module, sharding, AdoptedLinear)
+    made.in_features, made.out_features = sizes
+    made.split = split
+    made.placement = split.placement
+    made.is_transposed = is_transposed(module)
 
 
-def as_latent(module: nn.Linear, positional: int) -> None:
-    """Sum the gradients of the last ``positional`` features of a linear layer, in place."""
-    latent = become(module, AdoptedLatent)
-    latent.tensor_shards = {}
-    latent.positional = positional
+def _sharding(split: LinearSplit, transposed: bool) -> Sharding:
+    if split.placement == "whole":
+        return Sharding()
+    if split.placement == "row":
+        dims = {"weight": 0 if transposed else 1}
+        return Sharding(dims=dims, size="in_features")
+    return Sharding(
+        dims={"weight": 1 if transposed else 0, "bias": 0},
+        parts=split.parts,
+        undivided="shared" if split.parts else "whole" if split.may_stay_whole else "refused",
+        size="out_features",
+    )
 
 
-def as_row(module: nn.Linear, *, input_is_parallel: bool = True, of_heads: bool = False) -> None:
-    """Make a linear layer row-parallel, in place.
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is a ``Conv1D`` of transformers, whose weight is ``[in, out]``."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        for kind in type(module).__mro__
+    )
 
-    Args:
-        module: the layer.
-        input_is_parallel: whether a plain input is this rank's features.
-        of_heads: whether every input is this rank's heads, as a plain tensor.
+
+def linear_sizes(module: nn.Module, name: str = "") -> tuple[int, int]:
+    """Numbers of input and output features of a linear layer or ``Conv1D``.
+
+    Raises:
+        ConfigError: the module is neither.
     """
-    row = become(module, AdoptedRow)
-    row.tensor_shards = {}
-    row.init_std = None
-    row.input_is_parallel = input_is_parallel
-    row.of_heads = of_heads
-
-
-def as_embedding(module: nn.Embedding) -> None:
-    """Make an embedding vocabulary-parallel, in place."""
-    embedding = become(module, AdoptedEmbedding)
-    embedding.tensor_shards = {}
-    embedding.is_whole = False
-
-
-def as_summed(module: nn.Module, *, sequence_only: bool = False) -> None:
-    """Sum the gradients of the parameters of a module over tp."""
-    summed = become(module, Summed)
-    summed.tensor_shards = {}
-    summed.sequence_only = sequence_only
+    if is_transposed(module):
+        return int(module.nx), int(module.nf)  # type: ignore[arg-type]
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    raise ConfigError(
+        f"{name or type(module).__name__} is a {type(module).__name__}, which cannot be split as a "
+        "fused projection; nearest valid: an nn.Linear or a Conv1D of transformers"
+    )

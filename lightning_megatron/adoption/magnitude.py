@@ -15,64 +15,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.adoption.classes import become, own_class
-from lightning_megatron.adoption.fused import AdoptedFused, Part, are_shared, pieces_of
-from lightning_megatron.adoption.linear import AdoptedColumn, AdoptedRow
+from lightning_megatron.adoption.classes import own_class
+from lightning_megatron.adoption.linear import AdoptedLinear
+from lightning_megatron.adoption.sharding import Sharded, Sharding, as_sharded
 from lightning_megatron.comm.functional import reduce_from
-from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.splits import own_part
-from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.segments import joined
 
 
-class AdapterMagnitude(ParallelLayer):
+class AdapterMagnitude(Sharded):
     """Class in front of PEFT's ``DoraLinearLayer``, whose weight ``[out]`` are the magnitudes.
 
     Attributes:
-        parts: projections in a column-parallel base layer, one if it is not fused.
         of_rows: whether the base layer is row-parallel.
-        may_stay_whole: whether ranks compute all features of it where tp does not divide them.
-        is_shared: whether several ranks compute the same heads.
-        is_whole: whether every rank computes all features.
     """
 
     weight: nn.Parameter
-    parts: tuple[Part, ...]
     of_rows: bool
-    may_stay_whole: bool
-    is_shared: bool = False
-    is_whole: bool = False
-
-    @override
-    def shard_dims(self) -> dict[str, int]:
-        return {} if self.of_rows or self.is_shared or self.is_whole else {"weight": 0}
-
-    @override
-    def segments(self) -> dict[str, tuple[int, ...]]:
-        fused = len(self.parts) > 1 and not self.is_shared
-        return {"weight": tuple(part.features for part in self.parts)} if fused else {}
-
-    @override
-    def summed_parameters(self, topology: Topology) -> frozenset[str]:
-        return frozenset({"weight"} if self.is_shared else ())
-
-    @override
-    def distribute(self, topology: Topology) -> None:
-        tp = topology.tp.size
-        self.is_whole = self.may_stay_whole and len(self.weight) % tp > 0
-        self.is_shared = not self.is_whole and are_shared(self.parts, tp)
-        super().distribute(topology)
-
-    @override
-    def withdraw(self) -> None:
-        super().withdraw()
-        self.is_whole = self.is_shared = False
-
-    def local_magnitude(self, topology: Topology) -> Tensor:
-        """Magnitudes of the features that this rank computes."""
-        if not self.is_shared:
-            return self.weight
-        return joined(self.weight, 0, pieces_of(self.parts, topology.tp))
 
     def get_weight_norm(
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
@@ -114,7 +72,7 @@ class AdapterMagnitude(ParallelLayer):
             adapter_name: name of the adapter.
         """
         topology = self.topology
-        if topology is None or topology.tp.size == 1 or self.is_whole:
+        if topology is None or topology.tp.size == 1 or self.held == "whole":
             plain: Tensor = own_class(self).forward(
                 self,
                 x,
@@ -131,7 +89,7 @@ class AdapterMagnitude(ParallelLayer):
             low_rank = _local(lora_B)[0] @ lora_A.weight
             norm = torch.linalg.norm(weight + scaling * low_rank, dim=1)
             norm = self._over_ranks(norm.to(weight.dtype))
-        scale = self.local_magnitude(topology) / norm
+        scale = self.computed(self.weight) / norm
         if base_result is not None:
             result = base_result
         elif self.of_rows:
@@ -148,25 +106,15 @@ class AdapterMagnitude(ParallelLayer):
         return split
 
 
-def as_magnitude(module: nn.Module, base: AdoptedColumn | AdoptedRow) -> None:
+def as_magnitude(module: nn.Module, base: AdoptedLinear) -> None:
     """Split the magnitudes of DoRA as the layer is whose features they belong to, in place."""
-    magnitude = become(module, AdapterMagnitude)
-    magnitude.tensor_shards = {}
-    magnitude.of_rows = isinstance(base, AdoptedRow)
-    magnitude.may_stay_whole = isinstance(base, AdoptedColumn) and base.may_stay_whole
-    magnitude.parts = _parts_of(base)
-
-
-def _parts_of(base: AdoptedColumn | AdoptedRow) -> tuple[Part, ...]:
-    if isinstance(base, AdoptedRow):
-        return ()
-    if isinstance(base, AdoptedFused):
-        return base.parts
-    return (Part(base.out_features, base.units or base.out_features),)
+    of_rows = base.placement == "row"
+    split = Sharding(dims={"weight": 0}, parts=base.parts, undivided=base.sharding.undivided)
+    as_sharded(module, Sharding() if of_rows else split, AdapterMagnitude).of_rows = of_rows
 
 
 def _local(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Weight ``[out, in]`` and bias of the features that this rank computes."""
-    if isinstance(layer, AdoptedColumn):
+    if isinstance(layer, AdoptedLinear):
         return layer.local_parameters()
-    return getattr(layer, "matrix", layer.weight), layer.bias
+    return layer.weight, layer.bias

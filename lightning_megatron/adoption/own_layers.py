@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.adoption.classes import become
-from lightning_megatron.adoption.linear import AdoptedColumn, AdoptedRow, as_summed
+from lightning_megatron.adoption.sharding import Sharded, Sharding, as_sharded
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -30,9 +30,8 @@ def as_linears(model: nn.Module) -> None:
 
 
 def is_own_linear(module: nn.Module) -> bool:
-    """Whether a module is a column- or row-parallel layer that no `adopt` has made so."""
-    own = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    return own and not isinstance(module, AdoptedColumn | AdoptedRow)
+    """Whether a module is a column- or row-parallel layer of this library."""
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear)
 
 
 @cache
@@ -43,8 +42,8 @@ def _linear_too(own: type[nn.Module]) -> type[nn.Module]:
 
 def join_own(a: Any, b: Any, base: ColumnParallelLinear | RowParallelLinear) -> None:
     """Give ``A`` and ``B`` of an adapter their roles, in place."""
-    split = b if isinstance(base, ColumnParallelLinear) else a
-    as_summed(a if split is b else b, sequence_only=True)
+    split, whole = (b, a) if isinstance(base, ColumnParallelLinear) else (a, b)
+    as_sharded(whole, Sharding(sums="sequence"), Sharded)
     if isinstance(base, ColumnParallelLinear):
         column = become(b, ColumnParallelLinear)
         column.gather_output = base.gather_output
@@ -52,5 +51,4 @@ def join_own(a: Any, b: Any, base: ColumnParallelLinear | RowParallelLinear) -> 
         column._shared_unit = None
     else:
         become(a, RowParallelLinear).input_is_parallel = base.input_is_parallel
-    split.tensor_shards = {}
     split.init_std = None

@@ -321,11 +321,9 @@ class _ContextCall:
                 return SEQUENCE_DIM
             return dims[0] if len(dims) == 1 else None
 
-        if trial is not None and trial.differs(args, without_cache(kwargs), sized):
-            raise self._refused(
-                "computes something else of some positions than of the whole sequence, besides "
-                "attention: it counts positions itself, or mixes them"
-            )
+        fault = None if trial is None else trial.fault(args, without_cache(kwargs), sized)
+        if fault is not None:
+            raise self._refused(fault)
 
     def _cut(self, name: str, x: Any, stream: Tensor) -> Any:
         """Return what the block gets in the place of a tensor among its arguments."""
@@ -358,7 +356,8 @@ class _ContextCall:
 
     def _refused(self, what: str) -> ConfigError:
         name = own_class(self._block).__name__
-        return ConfigError(f"cp={self._context.cp.size}: {name} {what}; nearest valid: cp=1")
+        end = ", or cp=1" if "nearest valid" in what else "; nearest valid: cp=1"
+        return ConfigError(f"cp={self._context.cp.size}: {name} {what}{end}")
 
 
 def divides(tp: int, length: int) -> bool:

@@ -13,7 +13,7 @@ plans and those that users know from it mean the same here:
 ``mla_kv_a_proj``                   whole; the positional part of its output goes to heads
 ``packed_colwise``                  two halves of the output features are split each by itself
 ``heads_of_alibi``                  ours: an attention module that is given a bias for each head
-``fused_qkv``, ``fused_kv``         ours: so are queries, keys and values in one (`adoption.fused`)
+``fused_qkv``, ``fused_kv``         ours: so are queries, keys and values in one
 ``moe_tp_experts``                  stacks of experts (`adoption.experts`)
 ``per_head``                        ours: parameters with one row for each head
 ``tied_bias``                       ours: a bias that belongs to a colwise module as well
@@ -29,42 +29,36 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from lightning_megatron.adoption.embedding import as_embedding, looks_up_plainly
 from lightning_megatron.adoption.experts import as_experts
-from lightning_megatron.adoption.fused import (
-    Part,
-    as_fused,
-    as_local_config,
-    as_transposed_column,
-    as_transposed_row,
-    fused_heads,
-    fused_parts,
-    is_transposed,
-    out_features,
-)
 from lightning_megatron.adoption.heads import (
     AdoptedAttention,
-    as_alibi_of_heads,
     as_attention,
     as_per_head,
+    count_in_config,
+    fused_heads,
+    fused_parts,
     has_heads,
     heads_of,
 )
 from lightning_megatron.adoption.linear import (
-    as_column,
-    as_embedding,
-    as_latent,
-    as_row,
-    as_summed,
+    LinearSplit,
+    TiedBias,
+    as_linear,
+    is_transposed,
+    linear_sizes,
 )
 from lightning_megatron.adoption.router_losses import balance_over_ranks
+from lightning_megatron.adoption.sharding import Part, Sharded, Sharding, as_sharded
 from lightning_megatron.adoption.torch_layers import TORCH_STYLES
 from lightning_megatron.errors import ConfigError, raise_if_any
 
-Style = Callable[[nn.Module, str], None]
+Style = Callable[[nn.Module, str], object]
 """Function that makes the module of a name in a model parallel, in place."""
 
 _WRAPPED = ("base_layer", "linear")
@@ -76,36 +70,32 @@ def _colwise(model: nn.Module, name: str) -> None:
         return  # the attention module splits it (`_adopt_attention`)
     module, attention = model.get_submodule(name), attention_name(model, name)
     heads = model.get_submodule(attention) if attention is not None else None
-    units = None
+    parts: tuple[Part, ...] = ()
     if isinstance(heads, AdoptedAttention):
         units = heads.heads.units[_relative(name, attention)]
-    if is_transposed(module):
-        as_transposed_column(module, units=units)
-    else:
-        as_column(_linear(model, name, "colwise"), units=units)
-
-
-def _colwise_gather_output(model: nn.Module, name: str) -> None:
-    # The output behaves like the whole, and is gathered where somebody reads it.
-    as_column(_linear(model, name, "colwise_gather_output"), may_stay_whole=True)
+        parts = (Part(linear_sizes(module)[1], units),)
+    as_linear(module, LinearSplit(placement="column", parts=parts))
 
 
 def _alibi(model: nn.Module, name: str) -> None:
-    as_alibi_of_heads(model.get_submodule(name))
+    module = model.get_submodule(name)
+    if not isinstance(module, AdoptedAttention):
+        raise ConfigError(
+            f"tp_plan: {name}: style 'heads_of_alibi' is for an attention of transformers whose "
+            "projections are split by heads; nearest valid: 'colwise' or 'fused_qkv' for them"
+        )
+    module.takes_alibi = True
 
 
 def _packed(model: nn.Module, name: str) -> None:
     module = model.get_submodule(name)
-    half = out_features(module, name) // 2
-    as_fused(module, [Part(half, half)] * 2, name)
+    half = linear_sizes(module, name)[1] // 2
+    as_linear(module, LinearSplit(placement="column", parts=(Part(half, half),) * 2), name)
 
 
-def _fused_qkv(model: nn.Module, name: str) -> None:
-    as_fused(model.get_submodule(name), _parts(model, name, "fused_qkv"), name)
-
-
-def _fused_kv(model: nn.Module, name: str) -> None:
-    as_fused(model.get_submodule(name), _parts(model, name, "fused_kv"), name)
+def _fused(model: nn.Module, name: str, style: str) -> None:
+    split = LinearSplit(placement="column", parts=tuple(_parts(model, name, style)))
+    as_linear(model.get_submodule(name), split, name)
 
 
 def _parts(model: nn.Module, name: str, style: str) -> list[Part]:
@@ -122,7 +112,7 @@ def _parts(model: nn.Module, name: str, style: str) -> list[Part]:
             "two halves, or 'colwise_gather_output'"
         )
     owner = model.get_submodule(attention)
-    features = out_features(model.get_submodule(name), name)
+    features = linear_sizes(model.get_submodule(name), name)[1]
     heads = fused_heads(owner, {})
     return fused_parts(owner, heads, features, name, queries=style == "fused_qkv")
 
@@ -132,25 +122,14 @@ def _rowwise(model: nn.Module, name: str) -> None:
     of_heads = attention is not None and isinstance(
         model.get_submodule(attention), AdoptedAttention
     )
-    if is_transposed(module := model.get_submodule(name)):
-        as_transposed_row(module, of_heads=of_heads)
-    else:
-        as_row(_linear(model, name, "rowwise"), of_heads=of_heads)
-
-
-def _rowwise_split_input(model: nn.Module, name: str) -> None:
-    as_row(_linear(model, name, "rowwise_split_input"), input_is_parallel=False)
+    as_linear(model.get_submodule(name), LinearSplit(placement="row", of_heads=of_heads))
 
 
 def _embedding_rowwise(model: nn.Module, name: str) -> None:
     module = _embedding(model, name, "embedding_rowwise")
     if not splits_rows(module):
         raise ConfigError(_wrong_class(name, module, "embedding_rowwise", "plain nn.Embedding"))
-    as_embedding(module)
-
-
-def _summed(model: nn.Module, name: str) -> None:
-    as_summed(model.get_submodule(name))
+    as_embedding(module, by_rows=True)
 
 
 def _experts(model: nn.Module, name: str) -> None:
@@ -159,7 +138,6 @@ def _experts(model: nn.Module, name: str) -> None:
 
 
 def _latent(model: nn.Module, name: str) -> None:
-    linear = _linear(model, name, "mla_kv_a_proj")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     features = getattr(text, "qk_rope_head_dim", None)
@@ -169,7 +147,7 @@ def _latent(model: nn.Module, name: str) -> None:
             "config.qk_rope_head_dim, which the model does not have; nearest valid: "
             "'colwise_gather_output'"
         )
-    as_latent(linear, features)
+    as_linear(model.get_submodule(name), LinearSplit(placement="whole", positional=features))
 
 
 def _per_head(model: nn.Module, name: str) -> None:
@@ -182,23 +160,38 @@ def _whole(model: nn.Module, name: str) -> None:
     del model, name
 
 
+def _split(split: LinearSplit) -> Style:
+    """Style of linear layers that are split in one way wherever they are."""
+    return lambda model, name: as_linear(model.get_submodule(name), split)
+
+
+def _sharded(sharding: Sharding, front: type[Sharded] = Sharded) -> Style:
+    """Style of modules whose own code runs on their parts."""
+    return lambda model, name: as_sharded(model.get_submodule(name), sharding, front)
+
+
+# The output behaves like the whole, and is gathered where somebody reads it.
+_GATHERED = _split(LinearSplit(placement="column", may_stay_whole=True))
+_WHOLE_INPUT = _split(LinearSplit(placement="row", splits_input=True))
+
 STYLES: dict[str, Style] = {
     "colwise": _colwise,
-    "colwise_gather_output": _colwise_gather_output,
-    "colwise_rep": _colwise_gather_output,
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
     "rowwise": _rowwise,
-    "rowwise_split_input": _rowwise_split_input,
-    "rowwise_rep": _rowwise_split_input,
+    "rowwise_split_input": _WHOLE_INPUT,
+    "rowwise_rep": _WHOLE_INPUT,
     "embedding_rowwise": _embedding_rowwise,
-    "replicated_with_grad_allreduce": _summed,
+    "replicated_with_grad_allreduce": _sharded(Sharding(sums="always")),
+    "tied_bias": _sharded(Sharding(dims={"bias": 0}, undivided="whole"), TiedBias),
     "mla_kv_a_proj": _latent,
     "per_head": _per_head,
     "moe_tp_experts": _experts,
     "ep_dispatch_experts": _experts,
     "heads_of_alibi": _alibi,
     "packed_colwise": _packed,
-    "fused_qkv": _fused_qkv,
-    "fused_kv": _fused_kv,
+    "fused_qkv": partial(_fused, style="fused_qkv"),
+    "fused_kv": partial(_fused, style="fused_kv"),
     "replicate": _whole,
     "local_params": _whole,
     **TORCH_STYLES,
@@ -265,9 +258,7 @@ def _undone_by_errors(model: nn.Module) -> Iterator[None]:
 
 def splits_rows(module: nn.Module) -> bool:
     """Whether an embedding's rows can be split: it looks them up as ``nn.Embedding`` does."""
-    if not isinstance(module, nn.Embedding):
-        return False
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+    if not isinstance(module, nn.Embedding) or not looks_up_plainly(module):
         return False
     return _ends_in(module, nn.Embedding)
 
@@ -302,7 +293,6 @@ def _adopt_attention(model: nn.Module, name: str, styles: Mapping[str, str]) -> 
     row = next((m for m in rows if isinstance(m, nn.Linear)), None)
     if _FUSED & set(inside.values()):
         heads = fused_heads(module, columns)
-        as_local_config(module, heads)
     else:
         heads = heads_of(module, columns, row)  # type: ignore[arg-type]  # checked to be linear
     own = tuple(child for child in inside if _is_parameter(module, child))
@@ -314,6 +304,8 @@ def _adopt_attention(model: nn.Module, name: str, styles: Mapping[str, str]) -> 
     ]
     raise_if_any(wrong)
     as_attention(module, heads, own)
+    if _FUSED & set(inside.values()):
+        count_in_config(module)  # type: ignore[arg-type]  # it is an attention now
 
 
 def _inside(name: str, styles: Mapping[str, str]) -> dict[str, str]:
@@ -369,7 +361,7 @@ def _not_fused(model: nn.Module, styles: Mapping[str, str]) -> Iterable[str]:
         try:
             if style in _FUSED:
                 _parts(model, name, style)
-            elif style == "packed_colwise" and out_features(model.get_submodule(name), name) % 2:
+            elif style == "packed_colwise" and linear_sizes(model.get_submodule(name), name)[1] % 2:
                 yield (
                     f"tp_plan: {name} has an odd number of output features, and no two halves; "
                     "nearest valid: 'colwise'"
@@ -417,13 +409,6 @@ def _tied_apart(model: nn.Module, styles: Mapping[str, str]) -> Iterable[str]:
                 "must fit; nearest valid: 'embedding_rowwise' and 'colwise_gather_output' for "
                 "them, or no style for any"
             )
-
-
-def _linear(model: nn.Module, name: str, style: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    if not isinstance(module, nn.Linear):
-        raise ConfigError(_wrong_class(name, module, style, "nn.Linear"))
-    return module
 
 
 def _ends_in(module: nn.Module, kind: type[nn.Module], *, only: bool = False) -> bool:

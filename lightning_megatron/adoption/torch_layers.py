@@ -1,4 +1,4 @@
-"""Layers of torch as parallel layers, in place: attention, transformer layers, tables of biases.
+"""Layers of torch as parallel layers, in place: attention, transformer layers.
 
 ``nn.MultiheadAttention`` multiplies by one matrix ``[q; k; v]`` and calls one function of torch
 with its weights. Split, each rank has its heads' rows of all three, and runs attention on its
@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.adoption.classes import become, own_class
-from lightning_megatron.adoption.gathered import linear_of_gathered
-from lightning_megatron.adoption.linear import as_row, entered
+from lightning_megatron.adoption.column_input import entered, linear_of_gathered
+from lightning_megatron.adoption.embedding import as_embedding, looks_up_plainly
+from lightning_megatron.adoption.linear import LinearSplit, as_linear
 from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from, split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
@@ -34,56 +35,6 @@ from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 from lightning_megatron.topology.mesh import Topology
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class ColumnEmbedding(ParallelLayer, nn.Embedding):
-    """Class in front of an ``nn.Embedding`` whose columns are split over tp.
-
-    Its output is this rank's columns: those of its heads, for a table with a column for each.
-    """
-
-    @override
-    def shard_dims(self) -> dict[str, int]:
-        return {"weight": 1}
-
-    @override
-    def problems(self, degrees: Degrees) -> list[str]:
-        problem = divisibility_problem("embedding_dim", self.embedding_dim, "tp", degrees.tp)
-        return [problem] if problem else []
-
-    @override
-    def init_parameter(
-        self, name: str, full: Tensor, generator: torch.Generator | None = None
-    ) -> None:
-        nn.init.normal_(full, generator=generator)
-
-    @override
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight, self.padding_idx)
-
-
-class TiedBias(ParallelLayer):
-    """Class in front of a module that holds, as ``bias``, the bias of a column-parallel linear.
-
-    Like the linear it stays whole where tp does not divide its features.
-    """
-
-    is_whole: bool = False
-
-    @override
-    def shard_dims(self) -> dict[str, int]:
-        return {} if self.is_whole else {"bias": 0}
-
-    @override
-    def distribute(self, topology: Topology) -> None:
-        self.is_whole = len(self.get_parameter("bias")) % topology.tp.size > 0
-        super().distribute(topology)
-
-    @override
-    def init_parameter(
-        self, name: str, full: Tensor, generator: torch.Generator | None = None
-    ) -> None:
-        nn.init.zeros_(full)
 
 
 class AdoptedMultiheadAttention(ParallelLayer, nn.MultiheadAttention):
@@ -343,30 +294,30 @@ def guard_torch_layers(model: nn.Module, *, pipelined: bool) -> None:
             continue
         splits = any(isinstance(m, ParallelLayer) for m in module.modules())
         if isinstance(module, nn.TransformerEncoderLayer) and splits:
-            become(module, AdoptedEncoderLayer).tensor_shards = {}
+            become(module, AdoptedEncoderLayer)
         elif isinstance(module, nn.TransformerEncoder) and (splits or pipelined):
             become(module, AdoptedEncoder)
 
 
 def _column_embedding(model: nn.Module, name: str) -> None:
     module = _of_class(model, name, nn.Embedding, "embedding_colwise")
-    become(module, ColumnEmbedding).tensor_shards = {}
-
-
-def _tied_bias(model: nn.Module, name: str) -> None:
-    become(model.get_submodule(name), TiedBias).tensor_shards = {}
+    if not looks_up_plainly(module):
+        raise ConfigError(
+            f"tp_plan: {name} has max_norm, scale_grad_by_freq or sparse, for which style "
+            "'embedding_colwise' has no rule; nearest valid: no style for it"
+        )
+    as_embedding(module, by_rows=False)
 
 
 def _multihead_attention(model: nn.Module, name: str) -> None:
     module = _of_class(model, name, nn.MultiheadAttention, "multihead_attention")
-    become(module, AdoptedMultiheadAttention).tensor_shards = {}
-    as_row(module.out_proj)
+    become(module, AdoptedMultiheadAttention)
+    as_linear(module.out_proj, LinearSplit(placement="row"))
 
 
 TORCH_STYLES: dict[str, Callable[[nn.Module, str], None]] = {
     "embedding_colwise": _column_embedding,
     "multihead_attention": _multihead_attention,
-    "tied_bias": _tied_bias,
 }
 """Styles of these layers (`adoption.styles`)."""
 

@@ -11,6 +11,7 @@ parameter.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -95,11 +96,7 @@ class ParallelLayer(nn.Module):
     wgrad_queue: Any = None
     without_graphs: Any = None
     never_in_graphs: bool = False
-    tensor_shards: Mapping[str, TensorShard]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensor_shards = {}
+    tensor_shards: Mapping[str, TensorShard] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -24,6 +24,7 @@ sequence parallelism, which always splits dim 1.
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +60,24 @@ def init_matrix(full: Tensor, std: float | None, generator: torch.Generator | No
         nn.init.uniform_(full, -bound, bound, generator=generator)
 
 
-class _Linear(ParallelLayer):
-    """Base of both linear layers: parameters and their initialisation."""
+Placement = Literal["column", "row", "whole"]
+"""Features of a linear layer of which tp ranks have parts: of the output, of the input, or none."""
 
+
+class ParallelLinear(ParallelLayer):
+    """Base of linear layers: their parameters, and how these are initialised and split.
+
+    Attributes:
+        gemm: backend of the layer's matrix products; None: torch.
+        placement: features of which a tp rank has a part.
+    """
+
+    in_features: int
+    out_features: int
+    init_std: float | None = None
+    bias: nn.Parameter | None
     gemm: GemmBackend | None = None
-    """Backend of the layer's matrix products; None: torch."""
+    placement: Placement = "whole"
 
     def __init__(
         self,
@@ -81,7 +95,6 @@ class _Linear(ParallelLayer):
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, device=device, dtype=dtype)
         )
-        self.bias: nn.Parameter | None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
@@ -92,6 +105,14 @@ class _Linear(ParallelLayer):
     def matrix(self) -> Tensor:
         """Weight as this rank holds it, ``[out, in]``."""
         return self.weight
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[out, in]`` and bias ``[out]`` of the features that this rank computes."""
+        return self.matrix, self.bias
+
+    def marked_output(self, y: Tensor) -> Tensor:
+        """Return the output as a `SplitTensor` if its features are split."""
+        return y
 
     @override
     def init_parameter(
@@ -114,7 +135,7 @@ class _Linear(ParallelLayer):
         )
 
 
-class ReplicatedLinear(_Linear):
+class ReplicatedLinear(ParallelLinear):
     """Linear layer that every tp rank holds whole, without a bias.
 
     Input ``[..., in_features]``, equal on all tp ranks, and the output like it; under sequence
@@ -145,7 +166,7 @@ class ReplicatedLinear(_Linear):
         return linear(x, self.weight, None, self.wgrad_queue, self.gemm)
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(ParallelLinear):
     """Linear layer of which each tp rank computes a part of the output features.
 
     Input ``[..., in_features]``, equal on all tp ranks; under sequence parallelism
@@ -167,6 +188,8 @@ class ColumnParallelLinear(_Linear):
         device: device of the parameters.
         dtype: number format of the parameters.
     """
+
+    placement = "column"
 
     def __init__(
         self,
@@ -214,8 +237,8 @@ class ColumnParallelLinear(_Linear):
             self._shared_unit = topology.tp.rank * self.units // topology.tp.size
         super().distribute(topology)
 
+    @override
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[out, in]`` and bias ``[out]`` of the features that this rank computes."""
         if self._shared_unit is None or self.units is None:
             return self.matrix, self.bias
         length = self.out_features // self.units
@@ -249,8 +272,8 @@ class ColumnParallelLinear(_Linear):
         y: Tensor = on_rows(self.forward, x)
         return y
 
+    @override
     def marked_output(self, y: Tensor) -> Tensor:
-        """Return the output as a `SplitTensor` if its features are split."""
         topology = self.topology
         if topology is None or self.units is not None or y.shape[-1:] == (self.out_features,):
             return y
@@ -274,7 +297,7 @@ class ColumnParallelLinear(_Linear):
         return y
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(ParallelLinear):
     """Linear layer of which each tp rank holds a part of the input features.
 
     Input ``[..., in_features]``, split over tp as a column-parallel layer returns it, or this
@@ -295,6 +318,8 @@ class RowParallelLinear(_Linear):
         device: device of the parameters.
         dtype: number format of the parameters.
     """
+
+    placement = "row"
 
     def __init__(
         self,
@@ -338,7 +363,7 @@ class RowParallelLinear(_Linear):
 @own_weights
 @breaks_graphs
 def row_parallel(
-    x: Tensor, topology: Topology, layer: RowParallelLinear, sequence: bool | None = None
+    x: Tensor, topology: Topology, layer: ParallelLinear, sequence: bool | None = None
 ) -> Tensor:
     """Apply a row-parallel layer to this rank's features.
 

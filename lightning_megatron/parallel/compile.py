@@ -55,7 +55,7 @@ from typing_extensions import override
 
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
-from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.linear import ParallelLinear
 from lightning_megatron.layers.memory import unwrapped, weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
@@ -185,12 +185,12 @@ def _models(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _last_layer(block: nn.Module) -> ColumnParallelLinear | None:
+def _last_layer(block: nn.Module) -> ParallelLinear | None:
     """The layer whose output is that of ``block``, if it is a column-parallel one."""
     while isinstance(block, StageItems | nn.Sequential) and len(list(block.children())):
         items = block.items if isinstance(block, StageItems) else list(block.children())
         block = items[-1]
-    return block if isinstance(block, ColumnParallelLinear) else None
+    return block if isinstance(block, ParallelLinear) else None
 
 
 class _Compiled(BlockForward):

@@ -28,7 +28,7 @@ from lightning_megatron.errors import lists_of_names, raise_if_any, switches, wh
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.gemm import GemmBackend, GroupedGemm
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear import ParallelLinear, Placement
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet, local
@@ -61,6 +61,13 @@ from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
 
 log = logging.getLogger(__name__)
+
+_SPLIT: dict[Placement, SplitOperands] = {
+    "column": (False, True, True),
+    "row": (True, True, False),
+    "whole": (False, False, False),
+}
+"""Operands of a linear layer that tp splits."""
 
 
 class Fp8Precision(MixedShardedPrecision):
@@ -225,7 +232,7 @@ class Fp8Precision(MixedShardedPrecision):
             return self._plain
         if isinstance(layer, Experts):
             return bool(layer.sizes())
-        return isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        return isinstance(layer, ParallelLinear) and layer.placement != "whole"
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if any(fnmatchcase(name, pattern) for pattern in self._exclude):
@@ -256,12 +263,8 @@ class Fp8Precision(MixedShardedPrecision):
         return found
 
     def _gemm(self, layer: nn.Module, topology: Topology) -> GemmBackend:
-        split: SplitOperands = (False, False, False)
-        if isinstance(layer, ColumnParallelLinear):
-            split = (False, True, True)
-        elif isinstance(layer, RowParallelLinear):
-            split = (True, True, False)
-        return self._backend(_local_sizes(layer), topology, topology.tp.group, split)
+        placement = layer.placement if isinstance(layer, ParallelLinear) else "whole"
+        return self._backend(_local_sizes(layer), topology, topology.tp.group, _SPLIT[placement])
 
     def _backend(
         self,
@@ -440,7 +443,7 @@ def _local_sizes(layer: nn.Module) -> tuple[int, int]:
         *_, (narrow, wide) = layer.sizes().values()  # of down
         return wide, narrow
     weight: Tensor = layer.get_parameter("weight")
-    if isinstance(layer, ColumnParallelLinear) and not weight.is_meta:
+    if isinstance(layer, ParallelLinear) and not weight.is_meta:
         weight = layer.local_parameters()[0]
     return weight.shape[0], weight.shape[1]
 

@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_megatron import MegatronStrategy, gather
 from lightning_megatron.layers import linear_functions, own_part, whole
@@ -120,7 +121,41 @@ class Counts(Habit):
         return model
 
 
-_OWN = (Watched, Reads, Cached, Given, Attentions, InnerHook, Counts)
+class _Choosy(nn.Module):
+    """Wants more positions than a trial has."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] > 3
+        return self.own(x)
+
+
+class Untried(Habit):
+    """A layer that cannot be tried."""
+
+    def built(self, adopted: bool) -> Any:
+        model = super().built(adopted)
+        model.model.layers[1].mlp = _Choosy(model.model.layers[1].mlp)
+        return model
+
+
+class _Trusted(LlamaDecoderLayer):
+    exchanges_context = True
+
+
+class Trusted(Untried):
+    """One in a block whose class says that it acts on each position by itself."""
+
+    def built(self, adopted: bool) -> Any:
+        model = super().built(adopted)
+        model.model.layers[1].__class__ = _Trusted
+        return model
+
+
+_OWN = (Watched, Reads, Cached, Given, Attentions, InnerHook, Counts, Untried, Trusted)
 OWN_HABITS = {kind.__name__: kind for kind in _OWN}
 
 

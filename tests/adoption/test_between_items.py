@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron import ConfigError, adopt
-from lightning_megatron.adoption.linear import entered, entered_once
+from lightning_megatron.adoption.column_input import entered, entered_once
 
 
 class Network(nn.Module):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, gather
 from lightning_megatron.adoption.adopt import adopt
-from lightning_megatron.adoption.fused import Part, as_fused
+from lightning_megatron.adoption.linear import LinearSplit, as_linear
+from lightning_megatron.adoption.sharding import Part
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim import Adafactor, Muon
 from lightning_megatron.topology.degrees import Degrees
@@ -300,7 +301,8 @@ def test_layer_gives_each_rank_its_heads(pool):
 def _fused_layer() -> torch.nn.Module:
     torch.manual_seed(0)
     layer = torch.nn.Linear(6, 32, dtype=torch.float64)
-    as_fused(layer, [Part(16, 4), Part(8, 2), Part(8, 2)])
+    parts = (Part(16, 4), Part(8, 2), Part(8, 2))
+    as_linear(layer, LinearSplit(placement="column", parts=parts))
     return layer
 
 
@@ -311,8 +313,9 @@ def _outputs(x: Tensor, tp: int) -> Tensor:
 
 
 def test_parts_must_be_all_features():
+    split = LinearSplit(placement="column", parts=(Part(16, 4), Part(8, 2)))
     with pytest.raises(ConfigError, match=r"32 output features, but parts of \[16, 8\]"):
-        as_fused(torch.nn.Linear(6, 32), [Part(16, 4), Part(8, 2)], "attn.qkv")
+        as_linear(torch.nn.Linear(6, 32), split, "attn.qkv")
 
 
 def test_style_of_a_module_that_cannot_be_fused_is_refused():

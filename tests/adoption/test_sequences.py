@@ -76,7 +76,13 @@ def test_adopted_model_trains_on_parts_as_the_unmodified_one_on_sequences(
 _OTHER = {"Dropped", "Normalises", "Hooked"}
 
 
-_USUAL = [("Cached", "tp2 sp"), ("Cached", "cp2"), ("Given", "cp2"), ("Hidden", "tp2 sp")]
+_USUAL = [
+    ("Cached", "tp2 sp"),
+    ("Cached", "cp2"),
+    ("Given", "cp2"),
+    ("Hidden", "tp2 sp"),
+    ("Trusted", "cp2"),
+]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +144,7 @@ def test_logits_are_whole_for_who_reads_them(pool):
         ("Attentions", "output_attentions=True"),
         ("Hooked", "self.sizes"),
         ("Counts", "counts positions itself"),
+        ("Untried", "could not be tried(.|\\n)*exchanges_context = True in its class, or cp=1"),
     ],
 )
 def test_what_is_of_a_part_only_is_refused_under_cp(pool, habit, text):

@@ -160,6 +160,12 @@ def test_forward_of_its_own_is_refused_and_not_replaced(module, style):
     assert type(module) is kind
 
 
+def test_columns_of_a_table_whose_rows_are_bounded_are_refused():
+    model = nn.ModuleDict({"a": nn.Embedding(8, 16, max_norm=1.0)})
+    with pytest.raises(ConfigError, match="a has max_norm, .*; nearest valid: no style for it"):
+        adopt(model, tp_plan={"a": "embedding_colwise"})
+
+
 def test_subclass_without_a_forward_of_its_own_is_split():
     class Named(nn.MultiheadAttention):
         pass

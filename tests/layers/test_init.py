@@ -133,9 +133,8 @@ def test_experts_are_drawn_one_by_one_and_only_those_that_a_rank_holds():
         for name, stack in list(part.named_parameters()):
             shape = tuple(stack.shape)
             setattr(part, name, nn.Parameter(stack[first : first + 2].detach()))
-            part.tensor_shards[name] = TensorShard(
-                full_shape=shape, dim=0, offset=first, axis="ep", stacked=True
-            )
+            shard = TensorShard(full_shape=shape, dim=0, offset=first, axis="ep", stacked=True)
+            part.tensor_shards = {**part.tensor_shards, name: shard}
         materialize(part, "experts", seed=3, device="cpu")
         assert part.largest == 6 * 5
         for name, stack in part.named_parameters():

@@ -1,10 +1,12 @@
-"""Sequences that column-parallel layers gather, and gather again for the gradient of weights.
+"""Input of column-parallel layers, which an adopted model calls one by one (q, k and v; gate, up).
 
-Under sequence parallelism a column-parallel layer multiplies the whole sequence. Kept for the
-gradient of its weight, that would be what the split was to save (arXiv 2205.05198, section 4.2.2).
-So autograd keeps the part, and the backward gathers once more: once for all layers that take the
-same tensor (q, k and v; gate and up), which an adopted model calls one by one. On CPU the gathered
-tensor is kept, as in `layers.linear_functions`.
+Those that take the same tensor share one sum of its gradient over tp, and of a sequence that is
+split over tp one gather (`entered`).
+
+Under sequence parallelism such a layer multiplies the whole sequence. Kept for the gradient of its
+weight, that would be what the split was to save (arXiv 2205.05198, section 4.2.2). So autograd
+keeps the part, and the backward gathers once more, for all these layers together. On CPU the
+gathered tensor is kept, as in `layers.linear_functions`.
 """
 
 from typing import Any
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import TensorWeakRef
 
 from lightning_megatron.comm.collectives import start_gather
-from lightning_megatron.comm.functional import all_gather
+from lightning_megatron.comm.functional import all_gather, copy_to
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.delayed_wgrad import (
     WgradFactors,
@@ -32,9 +35,54 @@ from lightning_megatron.layers.delayed_wgrad import (
 )
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.memory import on_memory, saved_tensors
+from lightning_megatron.layers.splits import own_part, split_of, whole
 from lightning_megatron.topology.axis import Axis
 
+_ENTERED = "_entered_tp"
+_IS_ENTERED = "_is_entered_tp"
 _SOURCE = "_gathered_from"
+
+
+def entered(x: Tensor, tp: Axis) -> Tensor:
+    """Return the whole of ``x`` with gradients that are summed over tp.
+
+    A second call with the same tensor gets the result of the first.
+    """
+    if getattr(x, _IS_ENTERED, None) is tp:
+        return x
+    # A parameter outlives its step. The reference is weak: the result is a view of x, so that the
+    # two would keep each other. What learns keeps the result for the backward.
+    shares = torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
+    known = _known(x, tp) if shares else None
+    if known is None:
+        split = split_of(x)
+        if split is None or split.dim == x.dim() - 1:
+            known = copy_to(whole(x), tp)
+        else:
+            known = _gathered(own_part(x), tp, split.dim)
+        if shares:
+            # A compiler sees through a plain attribute, and keeps none of it.
+            traced = torch.compiler.is_compiling()
+            found = known if traced else (TensorWeakRef(known), tp, x._version)
+            setattr(x, _ENTERED, found)
+    return known
+
+
+def _known(x: Tensor, tp: Axis) -> Tensor | None:
+    """Result of `entered` for ``x``, which has not changed since."""
+    found = getattr(x, _ENTERED, None)
+    if found is None or torch.compiler.is_compiling():
+        return found
+    reference, axis, version = found
+    known: Tensor | None = reference()
+    return known if axis is tp and version == x._version else None
+
+
+def entered_once(x: Tensor, tp: Axis) -> Tensor:
+    """Return `entered` of ``x`` such that column-parallel layers take it as it is."""
+    x = entered(x, tp)
+    setattr(x, _IS_ENTERED, tp)
+    return x
 
 
 class _Source:
@@ -68,7 +116,7 @@ class _Source:
         return found
 
 
-def gathered(part: Tensor, axis: Axis, dim: int) -> Tensor:
+def _gathered(part: Tensor, axis: Axis, dim: int) -> Tensor:
     """Gather a tensor for `linear_of_gathered`; its gradient is a sum over the ranks."""
     whole = all_gather(part, axis, dim)
     if (
@@ -87,7 +135,7 @@ def linear_of_gathered(
     wgrad_queue: WgradQueue | None,
     gemm: GemmBackend | None = None,
 ) -> Tensor:
-    """`layers.delayed_wgrad.linear` of a tensor, perhaps a `gathered` one, which is not kept."""
+    """`layers.delayed_wgrad.linear` of a tensor, perhaps a gathered one, which is not kept."""
     source: _Source | None = getattr(x, _SOURCE, None)
     if source is None:
         return linear(x, weight, bias, wgrad_queue, gemm)
