@@ -36,6 +36,7 @@ from lightning_megatron._torch.graphs import (
 )
 from lightning_megatron._torch.graphs import EnableTorchFunction as EnableTorchFunction
 from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode
+from lightning_megatron._torch.graphs import asks_subclasses as asks_subclasses
 from lightning_megatron._torch.graphs import compile_with_callers_only as compile_with_callers_only
 from lightning_megatron._torch.graphs import current_function_mode as current_function_mode
 from lightning_megatron._torch.graphs import keep_version as keep_version

@@ -20,7 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass, EnableTorchFunction
+from lightning_megatron._torch import (
+    DisableTorchFunctionSubclass,
+    EnableTorchFunction,
+    asks_subclasses,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -141,6 +145,11 @@ def on_memory(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return within
+
+
+def sees_memory() -> bool:
+    """Whether what runs is code `on_memory`, or a compiler's."""
+    return not asks_subclasses() or torch.compiler.is_compiling()
 
 
 def as_user(function: Callable[P, R]) -> Callable[P, R]:

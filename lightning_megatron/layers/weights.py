@@ -46,6 +46,7 @@ from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers.base import TensorShard
+from lightning_megatron.layers.divided_gradient import LooksWhole
 from lightning_megatron.layers.memory import computes_with_part
 from lightning_megatron.layers.part_norms import groups_of, own_number
 from lightning_megatron.layers.split_rules import Args, Kwargs, changes, communicates
@@ -133,7 +134,7 @@ class Place:
         return everywhere.redistribute(mesh, self.rows.placements)
 
 
-class PartWeight(nn.Parameter):
+class PartWeight(LooksWhole, nn.Parameter):
     """Parameter of which this rank has a part (see the module's text)."""
 
     handles_split_tensors = True
