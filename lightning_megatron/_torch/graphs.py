@@ -1,6 +1,7 @@
 """Views of computations: nested containers, operators, autograd and compiled graphs."""
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,11 +22,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
 """Its opposite, which ``torch.overrides`` uses for the same (2.11-2.13)."""
 
-
-def asks_subclasses() -> bool:
-    """Whether functions of torch ask the classes of tensors for rules (2.11-2.13)."""
-    return bool(torch._C._is_torch_function_enabled())
-
+asks_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether functions of torch ask the classes of tensors for rules (2.11-2.13)."""
 
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile and the checkpoint wrapper insert (2.11-2.13)."""

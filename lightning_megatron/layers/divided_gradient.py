@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from lightning_megatron.layers.memory import sees_memory
 
-_IN_MEMORY: Any = Tensor.grad
+_MEMORY: Any = Tensor.grad
+_get, _set = _MEMORY.__get__, _MEMORY.__set__  # here, as they are called for every parameter
 
 
 class GradientRows(Protocol):
@@ -47,13 +48,13 @@ class LooksWhole:
         rows = self._rows
         if rows is not None and rows.gradient is not None and not sees_memory():
             rows.show_gradient()
-        found: Tensor | None = _IN_MEMORY.__get__(self)
+        found: Tensor | None = _get(self)
         return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         rows = self._rows
-        _IN_MEMORY.__set__(self, value)
+        _set(self, value)
         if rows is not None and rows.gradient is not None and not sees_memory():
             rows.gradient = None
 
