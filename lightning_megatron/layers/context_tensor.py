@@ -29,7 +29,8 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import context_rules as rules
 from lightning_megatron.layers.context_part import ContextPart, Place
 from lightning_megatron.layers.context_rules import Args, Kwargs, Rule, along
-from lightning_megatron.layers.split_rules import changes, communicates, functions
+from lightning_megatron.layers.copied_view import changes
+from lightning_megatron.layers.split_rules import communicates, functions
 from lightning_megatron.layers.splits import own_part, part_of, whole
 
 logger = logging.getLogger(__name__)

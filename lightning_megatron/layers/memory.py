@@ -147,6 +147,8 @@ def on_memory(function: Callable[P, R]) -> Callable[P, R]:
 
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     """Tensors that a function has saved; what is recomputed for them may be code of the user's."""
+    if torch.compiler.is_compiling():
+        return tuple(ctx.saved_tensors)
     with EnableTorchFunction():
         found: tuple[Tensor, ...] = ctx.saved_tensors
         return found

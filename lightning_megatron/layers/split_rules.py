@@ -36,6 +36,7 @@ from lightning_megatron._torch import (
 from lightning_megatron.comm.collectives import own_slice, start_gather
 from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.copied_view import CHANGES, as_views, changes, copies_in
 from lightning_megatron.layers.part_norms import norms
 from lightning_megatron.layers.splits import (
     Split,
@@ -52,20 +53,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Callable[..., Any], Args, Kwargs], Any]
 
-_CHANGES = {
-    "__iadd__": "+=",
-    "__isub__": "-=",
-    "__imul__": "*=",
-    "__itruediv__": "/=",
-    "__ifloordiv__": "//=",
-    "__imod__": "%=",
-    "__ipow__": "**=",
-    "__iand__": "&=",
-    "__ior__": "|=",
-    "__ixor__": "^=",
-    "__setitem__": "x[...] = y",
-    "__set__": "x.data = y",
-}
 FOREACH = foreach_functions()
 """Functions of lists of tensors, and the name of what each does to one."""
 REMEDY = (
@@ -92,11 +79,11 @@ def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             return _written(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
         raise ConfigError(
-            f"{_CHANGES.get(name, name)}: changes in place, and not element by element, a "
+            f"{CHANGES.get(name, name)}: changes in place, and not element by element, a "
             f"tensor of which each tp rank holds a part; {REMEDY}"
         )
-    args, kwargs = whole((args, kwargs))
-    return func(*args, **kwargs)
+    given, (args, kwargs) = (args, kwargs), whole((args, kwargs))
+    return as_views(func(*args, **kwargs), copies_in((args, kwargs), given))
 
 
 def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
@@ -125,12 +112,6 @@ def foreach(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             named = {k: v[place] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
             found.append(each(*own, **named))
     return None if name.endswith("_") else found
-
-
-def changes(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
 
 
 def by_place(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

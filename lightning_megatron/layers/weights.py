@@ -48,6 +48,7 @@ from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers.base import TensorShard
+from lightning_megatron.layers.copied_view import as_views, changes, copies_in
 from lightning_megatron.layers.divided_gradient import LooksWhole
 from lightning_megatron.layers.memory import computes_with_part
 from lightning_megatron.layers.part_norms import groups_of, own_number
@@ -55,7 +56,6 @@ from lightning_megatron.layers.split_rules import (
     Args,
     Kwargs,
     by_place,
-    changes,
     communicates,
 )
 from lightning_megatron.layers.split_tensor import OF_TENSOR, SplitTensor, gradients, rule_of
@@ -341,8 +341,8 @@ def _of_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs, parts: list[
     changed: Any = args[0] if changes_first else kwargs.get("out")
     if place_of(changed) is not None and not (learns and changed.requires_grad):
         return _written(func, args, kwargs, changed)
-    args, kwargs = tree_map(whole_weight, (args, kwargs))
-    return func(*args, **kwargs)
+    given, (args, kwargs) = (args, kwargs), tree_map(whole_weight, (args, kwargs))
+    return as_views(func(*args, **kwargs), copies_in((args, kwargs), given))
 
 
 def whole_weight(leaf: Any) -> Any:

@@ -537,6 +537,13 @@ class RecomputesLayers(WholeWeights):
         return self.loss(x, y) + 0.1 * inner.square().mean()
 
 
+class WritesByView(WholeWeights):
+    """Writes to a view of a weight that no rank has."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.up.weight.data[0].zero_()
+
+
 class LooksAtShapes(WholeWeights):
     def on_train_batch_end(self, *_: Any) -> None:
         weight = self.net.up.weight

@@ -329,6 +329,11 @@ enter(
     "whole weights",
     strangers.WHOLE,
     partial(Entry, kinds=("tp",), also=("tp", "zero 3")),
+    WritesByView={
+        "refused": dict.fromkeys(
+            ("tp", "zero 3"), r"zero_: writes to a view of a tensor of which each rank holds a part"
+        )
+    },
     # Under ZeRO 3 the layer's weight is whole where it runs again, and torch says that it differs.
     RecomputesLayers={"also": ("tp",)},
     AdaptiveWeight={"refused": {"zero 3": r"net\.head\.weight: torch\.autograd\.grad .*zero=2"}},
