@@ -36,7 +36,6 @@ from lightning_megatron._torch.graphs import (
 )
 from lightning_megatron._torch.graphs import EnableTorchFunction as EnableTorchFunction
 from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode
-from lightning_megatron._torch.graphs import asks_subclasses as asks_subclasses
 from lightning_megatron._torch.graphs import (
     compare_memory_of_recomputed as compare_memory_of_recomputed,
 )

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,9 +22,6 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
 """Its opposite, which ``torch.overrides`` uses for the same (2.11-2.13)."""
-
-asks_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Whether functions of torch ask the classes of tensors for rules (2.11-2.13)."""
 
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile and the checkpoint wrapper insert (2.11-2.13)."""

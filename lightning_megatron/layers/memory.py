@@ -20,11 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import (
-    DisableTorchFunctionSubclass,
-    EnableTorchFunction,
-    asks_subclasses,
-)
+from lightning_megatron._torch import DisableTorchFunctionSubclass, EnableTorchFunction
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,11 +148,6 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     with EnableTorchFunction():
         found: tuple[Tensor, ...] = ctx.saved_tensors
         return found
-
-
-def sees_memory() -> bool:
-    """Whether what runs is code `on_memory`, or a compiler's."""
-    return not asks_subclasses() or torch.compiler.is_compiling()
 
 
 def memory_of_parts(kind: C) -> C:

@@ -49,7 +49,6 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.copied_view import as_views, changes, copies_in
-from lightning_megatron.layers.divided_gradient import LooksWhole
 from lightning_megatron.layers.memory import computes_with_part
 from lightning_megatron.layers.part_norms import groups_of, own_number
 from lightning_megatron.layers.split_rules import (
@@ -142,7 +141,7 @@ class Place:
         return everywhere.redistribute(mesh, self.rows.placements)
 
 
-class PartWeight(LooksWhole, nn.Parameter):
+class PartWeight(nn.Parameter):
     """Parameter of which this rank has a part (see the module's text)."""
 
     handles_split_tensors = True

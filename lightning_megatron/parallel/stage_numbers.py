@@ -40,7 +40,6 @@ from typing_extensions import override
 from lightning_megatron._torch import current_function_mode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.divided_gradient import LooksWhole
 from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.parallel.gradients import GradientSet, counts
@@ -380,7 +379,7 @@ def _caller() -> tuple[FrameType | None, str]:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith(_OWN) or frame.f_code.co_filename.startswith(_TRACED):
             return frame, "torch"
-        if not module.startswith("torch.") and module != LooksWhole.__module__:
+        if not module.startswith("torch."):
             own = module.startswith("lightning_megatron.")
             return frame, "own" if own or _is_layer(frame) else ""
         frame = frame.f_back

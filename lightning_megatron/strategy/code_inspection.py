@@ -1,7 +1,8 @@
 """Reading what users have written in modules and callbacks, as far as code tells.
 
-What a pipeline has to prepare for (somebody looks at weights) is found by the names that functions
-mention. A name says little, so whoever asks does too much rather than too little where it is there.
+What a run has to prepare for (somebody looks at gradients) is found by the names that functions
+mention. A name says little, so whoever asks does too much rather
+than too little where it is there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

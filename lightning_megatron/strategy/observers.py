@@ -1,19 +1,18 @@
-"""Whether gradients are made whole for everybody, and whether anybody may look at weights in parts.
+"""Whether anybody but the optimizers may look at gradients, or at weights in parts.
 
-ZeRO 1 and 2 bring each gradient to the rank that owns it. Users may look at ``.grad`` all the same,
-to clip, log or change it, and see then what they would see under ``DistributedDataParallel``: the
-whole mean. Where they exist to look, gradients are reduced whole at once, an all-reduce in place of
-a reduce-scatter:
+ZeRO 1 and 2 bring each gradient to the rank that owns it, and ``.grad`` is None everywhere. Users
+may look at ``.grad`` all the same, to clip, log or change it, and must see then what they would see
+under ``DistributedDataParallel``: the whole mean. Making it whole costs an all-reduce in place of a
+reduce-scatter, so it is done only where somebody may look:
 
 * under manual optimization, where the step itself may;
 * where the module or a callback overrides a hook that runs between the backward and the moment
-  when gradients are cleared (`HOOKS`).
-
-Whoever looks anywhere else gathers what the owners have (`layers.divided_gradient`).
+  when gradients are cleared (`HOOKS`);
+* where code of the module or of a callback mentions gradients (`strategy.code_inspection`).
 
 Weights and gradients of which ranks hold parts (tp, ZeRO 3, stages of a pipeline) are looked after
-by `layers.weights`; `parallel.stage_numbers` watches a pipeline where code mentions gradients or
-parameters (`strategy.code_inspection`).
+by `layers.weights`; `parallel.stage_numbers` watches a pipeline where such code exists, or such
+that mentions parameters.
 
 Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
 know where gradients are.
@@ -59,10 +58,12 @@ _HARMLESS = frozenset(
 
 
 def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether hooks of the module or of a callback of the user's are there to see gradients."""
+    """Whether the module or a callback of the user's may look at ``.grad``."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return not module.automatic_optimization or any(
-        name in HOOKS for observer in (module, *callbacks) for name, _ in own_functions(observer)
+        name in HOOKS or _mentions(function)
+        for observer in (module, *callbacks)
+        for name, function in own_functions(observer)
     )
 
 
@@ -99,7 +100,7 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> tuple[bool, b
         for name, function in own_functions(observer)
         if name not in _BUILDERS
     )
-    by_hand = not module.automatic_optimization
+    by_hand = not module.automatic_optimization and looks_at_gradients(trainer, module)
     return somewhere or in_step or by_hand, in_step or by_hand
 
 
@@ -122,7 +123,7 @@ def _names_of_slices(module: nn.Module) -> frozenset[str]:
     )
 
 
-def _mentions(function: FunctionType, words: frozenset[str]) -> bool:
+def _mentions(function: FunctionType, words: frozenset[str] = frozenset()) -> bool:
     """Whether a function has a word for gradients, or one of ``words``."""
     return any(
         name in words or ("grad" in name and name not in _HARMLESS) for name in names_in(function)

@@ -1,8 +1,7 @@
-"""The part of the strategy that lets user's code see whole weights and gradients."""
+"""The part of the strategy that lets user's code see whole weights where ranks have parts."""
 
 from contextlib import AbstractContextManager, nullcontext
 
-from lightning_megatron.layers.divided_gradient import DividedGradients
 from lightning_megatron.layers.weights import WeightParts
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.stage_numbers import StageNumbers
@@ -22,14 +21,13 @@ class WeightWatch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._parts: WeightParts | None = None
-        self._divided: DividedGradients | None = None
         self._numbers: StageNumbers | None = None
         self._sees_steps = False
 
     def begin(self) -> None:
         """Let weights know what they are from now on; collective under a pipeline."""
         run = self._run
-        self._mark(run.parallel.gradients)
+        self._parts = WeightParts(weight_places(run.parallel.gradients))
         if run.topology.pp.size == 1 or not run.trainer.training:
             return
         decisions = looks_at_weights(run.trainer, run.module)
@@ -44,28 +42,18 @@ class WeightWatch:
 
     def stop(self) -> None:
         """Undo `begin`."""
-        self._unmark()
+        if self._parts is not None:
+            self._parts.end()
+            self._parts = None
         if self._numbers is not None:
             self._numbers.end()
             self._numbers = None
 
-    def _mark(self, gradients: GradientSet) -> None:
-        self._parts = WeightParts(weight_places(gradients))
-        self._divided = DividedGradients(gradients.hidden)
-
-    def _unmark(self) -> None:
-        if self._divided is not None:
-            self._divided.end()
-            self._divided = None
-        if self._parts is not None:
-            self._parts.end()
-            self._parts = None
-
     def follow(self, gradients: GradientSet) -> None:
         """Let the weights of another layout know what they are."""
         if self._parts is not None:
-            self._unmark()
-            self._mark(gradients)
+            self._parts.end()
+            self._parts = WeightParts(weight_places(gradients))
         if self._numbers is not None:
             self._numbers.follow(gradients)
 
