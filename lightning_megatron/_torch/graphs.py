@@ -75,6 +75,11 @@ def runs_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def break_graph() -> None:
+    """End the graph that a compiler traces, before the call that leads here (2.11-2.13)."""
+    importlib.import_module("torch._dynamo").graph_break()
+
+
 def compare_memory_of_recomputed() -> None:
     """Let `torch.utils.checkpoint` compare what tensors have in memory (2.11-2.13).
 

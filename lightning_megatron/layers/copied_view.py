@@ -55,12 +55,16 @@ class CopiedView(Tensor):
                 "weight.data[index] = values on the weight or gradient itself, or the same on "
                 "lightning_megatron.layers.whole(x)"
             )
-        if not all(kind in (Tensor, cls) for kind in types) or func is Tensor.__deepcopy__:
+        if not all(kind in (Tensor, cls) for kind in types) or func in _COPIES:
             args, kwargs = tree_map(_plain, (args, kwargs))
             return func(*args, **kwargs)
         views = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, CopiedView)]
         with DisableTorchFunctionSubclass():
             return as_views(func(*args, **kwargs), views)
+
+
+_COPIES = (Tensor.__deepcopy__, Tensor.__reduce_ex__)
+"""Functions after which somebody else has the values."""
 
 
 def copies_in(gathered: Any, given: Any) -> list[Tensor]:

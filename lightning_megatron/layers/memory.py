@@ -32,7 +32,14 @@ class _Scopes(threading.local):
         self.layers: list[nn.Module | None] = []
 
 
+class _Graphs:
+    """Compiled blocks of this library that run now."""
+
+    ours = 0
+
+
 _SCOPES = _Scopes()
+_GRAPHS = _Graphs()
 _MARK = "_marks_weights"
 
 
@@ -54,7 +61,8 @@ def own_weights(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            with DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
         _SCOPES.layers.append(None)
         try:
             return function(*args, **kwargs)
@@ -71,7 +79,8 @@ def weights_of_self(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            return method(*args, **kwargs)
+            with DisableTorchFunctionSubclass():
+                return method(*args, **kwargs)
         _SCOPES.layers.append(args[0])  # type: ignore[arg-type]
         try:
             return method(*args, **kwargs)
@@ -101,6 +110,22 @@ def weights_in_parts() -> Iterator[None]:
         yield
     finally:
         _SCOPES.layers.pop()
+
+
+@contextmanager
+def own_graph() -> Iterator[None]:
+    """Context in which a block of the network runs compiled, on what this rank holds."""
+    _GRAPHS.ours += 1
+    try:
+        with weights_in_parts():
+            yield
+    finally:
+        _GRAPHS.ours -= 1
+
+
+def traces_users_code() -> bool:
+    """Whether a compiler traces a function of the user's, outside of layers."""
+    return torch.compiler.is_compiling() and not _GRAPHS.ours
 
 
 def scopes() -> tuple[nn.Module | None, ...]:

@@ -16,15 +16,18 @@ from lightning_megatron.layers.splits import place_of, split_of
 def own_number(name: str, local: Tensor, order: float | None) -> Tensor:
     """Reduce one part, or the numbers of all parts; the sum in place of the mean.
 
+    Sums and norms of narrow formats are float32, as they are not yet the result.
+
     Args:
         name: of the reduction.
         local: part, or numbers.
         order: of a norm; None for another reduction.
     """
+    wide = torch.promote_types(local.dtype, torch.float32) if local.is_floating_point() else None
     if name in ("sum", "mean") or (order is not None and not local.numel()):
-        return local.sum()
+        return local.sum(dtype=wide)
     if order is not None:
-        found: Tensor = torch.linalg.vector_norm(local, order)
+        found: Tensor = torch.linalg.vector_norm(local, order, dtype=wide)
         return found
     if name in ("any", "all"):
         return local.any() if name == "any" else local.all()
@@ -50,11 +53,13 @@ def norms(
     """
     with torch.no_grad(), DisableTorchFunctionSubclass():
         found: list[Tensor] = []
+        formats: list[torch.dtype] = []
         members: dict[dist.ProcessGroup, list[int]] = {}
         for x in tensors:
             for group in _groups(x):
                 members.setdefault(group, []).append(len(found))
             local = x.to_local() if isinstance(x, DTensor) else x.as_subclass(Tensor)
+            formats.append(dtype or local.dtype)
             found.append(own_number("norm", local if dtype is None else local.to(dtype), order))
         for group, positions in members.items():
             wide = torch.stack([found[i].to(torch.float64) for i in positions])
@@ -63,8 +68,8 @@ def norms(
             dist.all_reduce(total, op=op, group=group)
             total = total if math.isinf(order) else total ** (1 / order)
             for i, norm in zip(positions, total.unbind(), strict=True):
-                found[i] = norm.to(found[i].dtype)
-        return found
+                found[i] = norm
+        return [norm.to(kind) for norm, kind in zip(found, formats, strict=True)]
 
 
 def _groups(x: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -263,8 +263,10 @@ def normed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     order = 2.0 if order in (None, "fro") else kwargs.get("ord", order)
     if dim is not None or isinstance(order, str) or order <= 0:
         return on_whole(func, args, kwargs)
-    local = torch.linalg.vector_norm(own_part(x), order, dtype=dtype)
-    return torch.linalg.vector_norm(gather_from(local.view(1), x._split.axis, 0), order)
+    wide = dtype or torch.promote_types(x.dtype, torch.float32)
+    local = torch.linalg.vector_norm(own_part(x), order, dtype=wide)
+    norm = torch.linalg.vector_norm(gather_from(local.view(1), x._split.axis, 0), order)
+    return norm.to(dtype or x.dtype)
 
 
 def softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

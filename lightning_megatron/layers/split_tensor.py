@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass
+from lightning_megatron._torch import DisableTorchFunctionSubclass, break_graph
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
@@ -33,6 +33,7 @@ from lightning_megatron.layers.loss import (
     reduced,
     vocab_parallel_cross_entropy,
 )
+from lightning_megatron.layers.memory import traces_users_code
 from lightning_megatron.layers.split_rules import Args, Kwargs, Rule, along, functions
 from lightning_megatron.layers.splits import Split, beside, marked, own_part, split_of, whole_shape
 from lightning_megatron.topology.axis import Axis
@@ -52,6 +53,10 @@ class SplitTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
+        if traces_users_code():
+            break_graph()  # and call ``func`` for what it is
+            with DisableTorchFunctionSubclass():  # for the compiler, which looks at the tensor
+                return func(*args, **(kwargs or {}))
         if any(getattr(kind, "handles_split_tensors", False) for kind in types):
             return NotImplemented
         if func is Tensor.backward:  # whose hooks are others' code

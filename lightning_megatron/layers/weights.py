@@ -38,7 +38,9 @@ from typing_extensions import override
 
 from lightning_megatron._torch import (
     DisableTorchFunctionSubclass,
+    break_graph,
     compare_memory_of_recomputed,
+    compile_with_callers_only,
     runs_compiled_backward,
     tree_flatten,
     tree_map,
@@ -49,7 +51,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.copied_view import as_views, changes, copies_in
-from lightning_megatron.layers.memory import computes_with_part
+from lightning_megatron.layers.memory import computes_with_part, traces_users_code
 from lightning_megatron.layers.part_norms import groups_of, own_number
 from lightning_megatron.layers.split_rules import (
     Args,
@@ -163,6 +165,17 @@ class PartWeight(nn.Parameter):
             return made
 
 
+class SplitWeight(SplitTensor):
+    """Slice over tp of a weight or gradient, or what followed from such by the rules."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        return _locked(func, super().__torch_function__(func, types, args, kwargs))
+
+
 class PartTensor(Tensor):
     """Gradient of such a parameter, or what was computed from it element by element."""
 
@@ -204,6 +217,8 @@ class WeightParts:
         self._parts = list(places)
         if self._parts:
             compare_memory_of_recomputed()
+            for rules_of in (_apply, SplitTensor.__torch_function__.__func__):  # type: ignore[attr-defined]
+                compile_with_callers_only(rules_of)
         for weight, place in self._parts:
             known: Any = weight
             known.__class__ = PartDTensor if isinstance(weight, DTensor) else PartWeight
@@ -231,6 +246,8 @@ def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:
 
 
 def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
+    if traces_users_code():
+        break_graph()  # and call ``func`` for what it is
     if torch.compiler.is_compiling():
         return _of_tensor(func, args, kwargs)
     args, kwargs = by_place(func, args, kwargs)
@@ -247,7 +264,15 @@ def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
     args, kwargs = tree_map(_split_tensor, given)
     parts = [leaf for leaf in tree_flatten((args, kwargs))[0] if place_of(leaf) is not None]
     found = _of_parts(func, args, kwargs, parts) if parts else func(*args, **kwargs)
+    found = _locked(func, found)
     return given[0][0] if changes(func) and isinstance(found, Tensor) else found
+
+
+def _locked(func: Callable[..., Any], found: Any) -> Any:
+    """Let an array of NumPy refuse changes, which a weight would not get."""
+    if func in _ARRAYS:
+        found.setflags(write=False)
+    return found
 
 
 def _weights(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
@@ -258,7 +283,8 @@ def _weights(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
 def _is_of_tensor(func: Callable[..., Any]) -> bool:
     """Whether a function is an attribute, or one with a private name, that tells no values."""
     name = str(getattr(func, "__name__", ""))
-    private = name.startswith("_") and not name.startswith("__")
+    private = name.startswith("_") and getattr(Tensor, name, None) is func
+    private = private and not name.startswith("__")
     attribute = name in ("__get__", "__set__") and func not in _OF_VALUES
     return (private or attribute) and rule_of(func) is rules.on_whole
 
@@ -276,7 +302,7 @@ def _of_memory(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs)
         return func(*args, **kwargs)
     with DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
-        marked_before = func in _GRADIENTS and type(found) in (SplitTensor, PartTensor)
+        marked_before = func in _GRADIENTS and type(found) in (SplitWeight, PartTensor)
         return found.as_subclass(Tensor) if marked_before else found
 
 
@@ -298,7 +324,7 @@ def _split_tensor(leaf: Any) -> Any:
     if place is None or place.split_dim is None:
         return leaf
     with DisableTorchFunctionSubclass():
-        return marked(leaf.as_subclass(Tensor), SplitTensor, place.topology, place.split_dim)
+        return marked(leaf.as_subclass(Tensor), SplitWeight, place.topology, place.split_dim)
 
 
 def _mark(found: Any, place: Place) -> Any:
@@ -306,7 +332,7 @@ def _mark(found: Any, place: Place) -> Any:
     if not isinstance(found, Tensor) or not (place.is_cut or place.copies > 1):
         return found
     if place.split_dim is not None:
-        return marked(found, SplitTensor, place.topology, place.split_dim)
+        return marked(found, SplitWeight, place.topology, place.split_dim)
     found.__class__ = PartDTensor if isinstance(found, DTensor) else PartTensor
     found._place = place  # type: ignore[attr-defined]
     return found
@@ -326,7 +352,7 @@ def _of_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs, parts: list[
         return _of_copies(func, args, kwargs, learns=learns)
     name = name_of(func)
     alone = len(parts) == 1 and first is args[0]
-    if alone and _reduces(name, args, kwargs) and (not learns or name in _LEARNING):
+    if alone and _reduces(func, name, args, kwargs) and (not learns or name in _LEARNING):
         return _reduced(name, first, place, args, kwargs)
     if rule in _ELEMENTWISE and "out" not in kwargs:
         fitted = _fitted(func, args, kwargs, place, learns=learns)
@@ -388,9 +414,12 @@ def _fitted(
     """Arguments of an elementwise function on the parts; None if it takes the whole.
 
     A number may differ between ranks that share out a batch, and so may what it makes of a part.
+    Of a power it is taken for the same.
     """
+    flat = tree_flatten((args, kwargs))[0]
+    numbers = not is_power(func) and any(type(x) in (int, float, complex) for x in flat)
     changed = args[0] if changes(func) else None
-    leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    leaves = [x for x in flat if isinstance(x, Tensor)]
     plain = [x for x in leaves if place_of(x) is None and not _lies_like(x, place)]
     if any(
         not place.is_like(x._place)  # type: ignore[attr-defined]
@@ -404,7 +433,9 @@ def _fitted(
         return None
     if changed is not None and place_of(changed) is None:
         return None
-    if learns and plain and (place.learners is not None or any(x.requires_grad for x in plain)):
+    if learns and place.learners is not None and (plain or numbers):
+        return None
+    if learns and any(x.requires_grad for x in plain):
         return None
     if any(x.numel() != 1 and (changed is None and x.shape != place.shape) for x in plain):
         return None
@@ -424,6 +455,11 @@ def _fitted(
 
     args, kwargs = tree_map(replaced, (args, kwargs))
     return tree_map(_memory, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def is_power(func: Callable[..., Any]) -> bool:
+    """Whether a function raises to a power, or is given the format of its result."""
+    return name_of(func) in ("pow", "float_power", "to", "type")
 
 
 def _lies_like(x: Tensor, place: Place) -> bool:
@@ -478,9 +514,10 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func)).strip("_").removeprefix("linalg_")
 
 
-def _reduces(name: str, args: Args, kwargs: Kwargs) -> bool:
+def _reduces(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether a call reduces all elements to one number."""
-    if name not in _REDUCTIONS:
+    matrix = getattr(func, "__name__", "") == "linalg_norm" and (len(args) > 1 or "ord" in kwargs)
+    if name not in _REDUCTIONS or matrix:  # torch.linalg.norm(w, 2) is the largest singular value
         return False
     options = {k: v for k, v in kwargs.items() if k not in ("p", "ord", "dtype")}
     rest = args[2 if name in ("norm", "vector_norm") else 1 :]
@@ -509,7 +546,8 @@ def _reduced(name: str, x: Tensor, place: Place, args: Args, kwargs: Kwargs) -> 
             found = own_number("sum" if name == "mean" else name, each, order)
         if name == "mean":
             found = found / place.shape.numel()
-        return _one_of(found, place.copies)
+        of_sum = local.dtype.is_floating_point or name not in ("sum", "mean")
+        return _one_of(found.to(local.dtype) if of_sum else found, place.copies)
 
 
 class _OfRanks(Function):
@@ -722,6 +760,7 @@ def _own_table() -> Mapping[Callable[..., Any], Any]:
 
 
 _PROPERTIES: Any = Tensor
+_ARRAYS = (Tensor.numpy, Tensor.__array__)
 _GRADIENTS = (_PROPERTIES.grad.__get__, _PROPERTIES.data.__get__)
 _OF_VALUES = (_PROPERTIES.real.__get__, _PROPERTIES.imag.__get__)
 _OWN = _own_table()

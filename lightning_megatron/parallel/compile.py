@@ -56,7 +56,7 @@ from typing_extensions import override
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ParallelLinear
-from lightning_megatron.layers.memory import unwrapped, weights_in_parts
+from lightning_megatron.layers.memory import own_graph, unwrapped
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
@@ -216,7 +216,7 @@ class _Compiled(BlockForward):
             forward = unwrapped(self._forward)
             self._run = torch.compile(forward, backend=self._backend, dynamic=self._dynamic)
         layer = _last_layer(self._block)
-        with weights_in_parts(), unseen():
+        with own_graph(), unseen():
             output = self._run(*args, **kwargs)
         # Inside of a graph what is split over tp is plain.
         return output if layer is None or layer.tp_size == 1 else layer.marked_output(output)

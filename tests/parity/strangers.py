@@ -537,6 +537,35 @@ class RecomputesLayers(WholeWeights):
         return self.loss(x, y) + 0.1 * inner.square().mean()
 
 
+class CompilesPenalties(WholeWeights):
+    """Functions that the user compiles get weights, gradients and logits."""
+
+    whole_head = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gram = torch.compile(lambda w: (w @ w.T).square().sum(), backend="eager")
+        self.size = torch.compile(lambda w: w.norm(), backend="eager")
+        self.cross = torch.compile(lambda out, y: F.cross_entropy(out, y), backend="eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss: Any = self.cross(self.net(x), y)
+        return loss + 1e-2 * self.gram(self.net.up.weight)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note(self.size(self.net.up.weight))
+        self.note(self.size(self.net.down.weight.grad))
+
+
+class LargestValue(WholeWeights):
+    """The norm of a matrix, which is none of its elements'."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        largest = torch.linalg.norm(self.net.up.weight, 2)
+        return self.loss(*batch) + 0.1 * largest + 0.1 * torch.linalg.norm(self.net.down.weight)
+
+
 class WritesByView(WholeWeights):
     """Writes to a view of a weight that no rank has."""
 

@@ -178,6 +178,48 @@ def test_what_modules_see_of_their_weights(
                 assert ours_seen == pytest.approx(seen, rel=1e-10), name
 
 
+class NumberOfBatch(Looking):
+    """A factor inside of a penalty, of which each data-parallel rank has another."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss + 0.1 * (self.net.block[0].weight * float(loss)).norm()
+
+
+def penalise_by_number(zero: int) -> dict[str, Any]:
+    module = NumberOfBatch()
+    make_trainer({"zero": zero}, 2, max_steps=2).fit(module, loader(dp=2))
+    return gather(module)
+
+
+def test_numbers_of_a_rank_do_not_reach_other_ranks_parts(pool: WorkerPool) -> None:
+    [expected, _] = pool.run(2, penalise_by_number, 1)
+    for weights in pool.run(2, penalise_by_number, 3):
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-10, atol=1e-10)
+
+
+class WritesByNumpy(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.block[0].weight.detach().numpy()[0] = 0.25
+
+
+def write_by_numpy(layout: Mapping[str, Any]) -> str:
+    try:
+        make_trainer(layout, 2).fit(WritesByNumpy(), loader())
+    except ValueError as error:
+        return str(error)
+    return "trains"
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"zero": 3}], ids=str)
+def test_arrays_of_weights_in_parts_take_no_values(
+    pool: WorkerPool, layout: dict[str, Any]
+) -> None:
+    for said in pool.run(2, write_by_numpy, layout):
+        assert "read-only" in said
+
+
 def penalise_compiled() -> tuple[dict[str, Any], dict[str, int]]:
     """Weights, and what broke graphs."""
     counters.clear()
