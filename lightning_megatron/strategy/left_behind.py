@@ -68,10 +68,6 @@ class LeftBehind:
             if file is not None and not f"{file.__name__}.".startswith(_LIBRARIES)
         ]
         self._began = 0
-        self._sizes = dict[int, int]()
-        """Numbers of attributes of modules of libraries, none of which held a tensor with a graph.
-
-        Their own code leaves nothing; who gives one another attribute changes their number."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -119,11 +115,6 @@ class LeftBehind:
         """Tensors with a graph in attributes of modules and in globals, by name."""
         seen = set[int]()
         for path, child in self._module.named_modules():
-            size = len(vars(child))
-            if self._sizes.get(id(child)) == size:
-                continue
-            if f"{type(child).__module__}.".startswith(_LIBRARIES):
-                self._sizes[id(child)] = size
             known = not_the_users(child)
             for name, content in vars(child).items():
                 if type(content) in _PLAIN or name in known:

@@ -116,6 +116,20 @@ def test_a_loss_of_a_block_s_own_is_seen() -> None:
         run(module, 1)
 
 
+def test_what_a_hook_leaves_later_in_a_layer_of_torch_is_seen() -> None:
+    module, layer, forwards = ByAttribute([]), nn.Linear(2, 2), []
+
+    def keep(kept: Any, args: Any, output: Tensor) -> None:
+        forwards.append(kept)
+        kept.size = output.square().mean() if len(forwards) > 2 else None
+
+    layer.register_forward_hook(keep)
+    layer.size = None  # type: ignore[assignment]
+    module.net = PipelineSequential(blocks=[layer])
+    with pytest.raises(ConfigError, match=r"self\.net\.blocks\.0\.size"):
+        run(module, 3)
+
+
 @pytest.mark.parametrize("made", [nn.utils.weight_norm, nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_a_weight_that_torch_makes_in_each_forward_may_stay(made: Any) -> None:
