@@ -208,6 +208,7 @@ def switches() -> dict[str, Switch]:
 
 CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
     "one process, 4 microbatches": ({"num_microbatches": 4}, Plain, ("LogReplay",)),
+    "tp=2, nobody looks at weights": ({"tp": 2}, Plain, ("WeightParts",)),
     "tp=2, a hook may look at weights": ({"tp": 2}, LooksInHooks, ("WeightParts",)),
     "tp=2, the step mentions weights": ({"tp": 2}, LooksInSteps, ("WeightParts",)),
     "pp=2, 4 microbatches": (

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.recomputation import LiveBytes
 from lightning_megatron import ActivationConfig, CompileConfig, MegatronStrategy, PipelineConfig
+from lightning_megatron._torch import compare_memory_of_recomputed
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.activations.knapsack import needed
 from lightning_megatron.pipeline.timing import saved_bytes
@@ -204,6 +205,7 @@ def compiled_job() -> list[str]:
     compiled = CompileConfig(scope="block", backend="aot_eager")
     _, plainly = peak_of({})
     torch.compiler.reset()
+    compare_memory_of_recomputed()  # as every run with weights in parts does, for good
     # One graph serves all blocks, whether they are measured, recomputed or neither.
     limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
