@@ -36,6 +36,9 @@ from lightning_megatron._torch.graphs import (
 )
 from lightning_megatron._torch.graphs import EnableTorchFunction as EnableTorchFunction
 from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode
+from lightning_megatron._torch.graphs import (
+    asks_classes as asks_classes,
+)
 from lightning_megatron._torch.graphs import break_graph as break_graph
 from lightning_megatron._torch.graphs import (
     compare_memory_of_recomputed as compare_memory_of_recomputed,

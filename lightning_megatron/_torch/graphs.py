@@ -23,6 +23,12 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
 """Its opposite, which ``torch.overrides`` uses for the same (2.11-2.13)."""
 
+
+def asks_classes() -> bool:
+    """Whether functions of torch ask the classes of their tensors here (2.11-2.13)."""
+    return bool(torch._C._is_torch_function_enabled())
+
+
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile and the checkpoint wrapper insert (2.11-2.13)."""
 

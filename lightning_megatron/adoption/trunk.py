@@ -215,7 +215,8 @@ class AdoptedTrunk(PipelineSequential):
             call = partial(run, (), call, {})
         before, self.running.program = self.running.program, RelayProgram(relay, stages)
         try:
-            return call()
+            with self.around_items():
+                return call()
         finally:
             self.running.program = before
 

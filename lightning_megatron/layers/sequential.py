@@ -87,20 +87,11 @@ class Boundary(Protocol):
         ...
 
 
-class _Visited(dict[str, Any]):
-    """Parameters or children of a `RemoteItem`: none; it tells who iterates over them."""
-
-    on_visit: Callable[[], None] | None = None
-
-    @override
-    def items(self) -> Any:
-        if self.on_visit is not None:
-            self.on_visit()
-        return super().items()
-
-
 class RemoteItem(nn.Module):
     """Placeholder for an item that another pipeline stage holds.
+
+    While a run lasts, code of the user's finds a `layers.stage_weights.StageTensor` in the place of
+    each of the item's weights.
 
     Args:
         name: name of the item in the trunk.
@@ -111,34 +102,48 @@ class RemoteItem(nn.Module):
         super().__init__()
         self.name = name
         self.stage = stage
-        self.__dict__["_parameters"], self.__dict__["_modules"] = _Visited(), _Visited()
+        self.__dict__["weights"] = None
 
-    def on_visit(self, tell: Callable[[], None] | None) -> None:
-        """Set the function to call when somebody iterates over parameters and misses the item's.
+    @property
+    def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
+        """Weights of the item for code of the user's; for the library's own, what is here."""
+        weights: Weights | None = self.__dict__.get("weights")
+        if weights is None or not weights.is_shown:
+            own: dict[str, Any] = self.__dict__["own_parameters"]
+            return own
+        return weights.by_name
 
-        Also over modules, each of which may be asked for its weights.
-        """
-        self.__dict__["_parameters"].on_visit = self.__dict__["_modules"].on_visit = tell
+    @_parameters.setter
+    def _parameters(self, value: dict[str, Any]) -> None:
+        self.__dict__["own_parameters"] = value
+
+    def show(self, weights: "Weights | None") -> None:
+        """Let code of the user's find these weights, or with None none."""
+        self.__dict__["weights"] = weights
 
     def stand_in(self) -> nn.Parameter | None:
         """Add a parameter without elements and return it; None if there is one."""
-        if self._parameters:
+        own: dict[str, Any] = self.__dict__["own_parameters"]
+        if own:
             return None
-        self.placeholder = nn.Parameter(torch.empty(0))
-        return self.placeholder
+        own["placeholder"] = made = nn.Parameter(torch.empty(0))
+        return made
 
     def stand_back(self) -> None:
         """Remove the parameter that `stand_in` added."""
-        del self.placeholder
+        del self.__dict__["own_parameters"]["placeholder"]
 
     @override
     def extra_repr(self) -> str:
         return f"{self.name!r}, stage={self.stage}"
 
     @override
-    def _save_to_state_dict(self, *_: Any, **__: Any) -> None:
-        """Save nothing: the placeholder of an empty stage is no part of the network."""
-        dict(self._parameters.items())  # a walk over a state_dict comes by here
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save what code of the user's finds; the placeholder of an empty stage is no weight."""
+        weights: Weights | None = self.__dict__["weights"]
+        if weights is not None and weights.is_shown:
+            for name, value in weights.by_name.items():
+                destination[prefix + name] = value if keep_vars else value.detach()
 
     @override
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
@@ -146,6 +151,11 @@ class RemoteItem(nn.Module):
 
     @override
     def __getattr__(self, name: str) -> Any:
+        weights: Weights | None = self.__dict__.get("weights")
+        if weights is not None and weights.is_shown and weights.in_hooks:
+            found = weights.inside(name)
+            if found is not None:
+                return found
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -157,12 +167,39 @@ class RemoteItem(nn.Module):
                 "weights that configure_model sets, or pp=1"
             ) from None
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return a module of an item that is a list of such."""
+        return getattr(self, str(index))
+
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"Item {self.name!r} of the PipelineSequential is on pipeline stage {self.stage}; "
             "it can only be reached by calling the PipelineSequential, not directly."
         )
+
+
+class Weights(Protocol):
+    """Weights of an item on another stage, as code of the user's finds them."""
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Weights by their names within the item."""
+        ...
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether code of the user's runs, in a run."""
+        ...
+
+    @property
+    def in_hooks(self) -> bool:
+        """Whether that is no step, to which weights of other stages are of no use."""
+        ...
+
+    def inside(self, name: str) -> Any:
+        """The weight, or the module with weights, of this name; None if there is none."""
+        ...
 
 
 class ItemGroup(Protocol):
@@ -256,6 +293,7 @@ class PipelineSequential(nn.Module):
         draws: makes the context in which the items draw random numbers without a pipeline.
         check: called with the arguments of each call before it; may raise. None: nothing is.
         boundary: what makes the output whole again under context parallelism; else None.
+        around_items: makes the context in which items run outside of a step.
         relay: by which a call outside of a step goes along the stages; None without a pipeline.
         relays: part of the output that such a call is asked for, made on the last stage; None: all.
         splits_sequences: whether it splits the sequences of its items, which else do so themselves.
@@ -272,6 +310,7 @@ class PipelineSequential(nn.Module):
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
     check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
     boundary: Boundary | None = None
+    around_items: Callable[[], AbstractContextManager[None]] = nullcontext
     relay: Relay | None = None
     relays: Callable[[Any], Any] | None = None
     splits_sequences: bool = False
@@ -462,7 +501,8 @@ class PipelineSequential(nn.Module):
         relay.begin()
         for stage, position in enumerate(relay.stages):
             if position is not None:
-                output = self._runs[position](*args, **kwargs)
+                with self.around_items():
+                    output = self._runs[position](*args, **kwargs)
                 if stage == len(relay.stages) - 1 and self.relays is not None:
                     output = self.relays(output)
             output = relay.share(stage, output)

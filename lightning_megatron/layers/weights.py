@@ -83,6 +83,10 @@ class Place:
     """Ranks that hold the same, and over which gradients are summed."""
     learners: dist.ProcessGroup | None = None
     """Ranks whose losses a part learns from, and that do not average its gradients."""
+    stages: Any = None
+    """`layers.stage_weights.StageWeights` of a pipeline; None without one."""
+    owner: int = 0
+    """First rank of the pipeline that has it."""
 
     @property
     def dim(self) -> int | None:
@@ -206,6 +210,15 @@ class PartDTensor(DTensor):
         return _apply(func, types, args, kwargs or {})
 
 
+class _Pipeline:
+    """Whether this process runs a module whose weights are on several stages."""
+
+    runs = False
+
+
+_PIPELINE = _Pipeline()
+
+
 class WeightParts:
     """The classes of a module's parameters while a run lasts.
 
@@ -215,14 +228,28 @@ class WeightParts:
 
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
         self._parts = list(places)
+        _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
         if self._parts:
             compare_memory_of_recomputed()
             for rules_of in (_apply, SplitTensor.__torch_function__.__func__):  # type: ignore[attr-defined]
                 compile_with_callers_only(rules_of)
-        for weight, place in self._parts:
+        self.show(self._parts)
+
+    def show(self, parts: Sequence[tuple[nn.Parameter, Place]]) -> None:
+        """Let parameters know their places."""
+        for weight, place in parts:
             known: Any = weight
             known.__class__ = PartDTensor if isinstance(weight, DTensor) else PartWeight
             known._place = place
+
+    def hide(self) -> Sequence[tuple[nn.Parameter, Place]]:
+        """Let what is whole on its stage be plain, and return it for `show`."""
+        whole = [(w, place) for w, place in self._parts if not (place.is_cut or place.copies > 1)]
+        for weight, _ in whole:
+            known: Any = weight
+            known.__class__ = nn.Parameter
+            del known._place
+        return whole
 
     def end(self) -> None:
         """Let the parameters be plain again."""
@@ -246,6 +273,10 @@ def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:
 
 
 def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
+    if _PIPELINE.runs:
+        stages = _stages(args, kwargs)
+        if stages is not None:
+            return stages.apply(func, args, kwargs)
     if traces_users_code():
         break_graph()  # and call ``func`` for what it is
     if torch.compiler.is_compiling():
@@ -266,6 +297,16 @@ def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
     found = _of_parts(func, args, kwargs, parts) if parts else func(*args, **kwargs)
     found = _locked(func, found)
     return given[0][0] if changes(func) and isinstance(found, Tensor) else found
+
+
+def _stages(args: Args, kwargs: Kwargs) -> Any:
+    """The `StageWeights` that a function asks: in hooks, or where it has another stage's weight."""
+    for leaf in tree_flatten((args, kwargs))[0]:
+        place = place_of(leaf)
+        stages = getattr(leaf, "stages", None) if place is None else place.stages
+        if stages is not None and (place is None or stages.in_hooks):
+            return stages
+    return None
 
 
 def _locked(func: Callable[..., Any], found: Any) -> Any:

@@ -317,7 +317,7 @@ def _avoid_empty_stage(trunk: PipelineSequential) -> None:
         return
     for item in trunk.items():
         if isinstance(item, RemoteItem):
-            item.placeholder = nn.Parameter(torch.empty(0))
+            item.stand_in()
             return
 
 

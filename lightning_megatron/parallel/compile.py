@@ -61,7 +61,6 @@ from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.parallel.stage_numbers import unseen
 
 Scope = Literal["none", "block", "model"]
 
@@ -216,7 +215,7 @@ class _Compiled(BlockForward):
             forward = unwrapped(self._forward)
             self._run = torch.compile(forward, backend=self._backend, dynamic=self._dynamic)
         layer = _last_layer(self._block)
-        with own_graph(), unseen():
+        with own_graph():
             output = self._run(*args, **kwargs)
         # Inside of a graph what is split over tp is plain.
         return output if layer is None or layer.tp_size == 1 else layer.marked_output(output)

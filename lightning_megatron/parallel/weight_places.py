@@ -1,21 +1,38 @@
 """Places of a module's parameters: what part of each this rank has (`layers.weights`)."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_megatron.layers.stage_weights import StageWeights
 from lightning_megatron.layers.weights import Place
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.topology.mesh import Topology
 
 
-def weight_places(gradients: GradientSet) -> list[tuple[nn.Parameter, Place]]:
-    """Return the parameters of which this rank has a part, or one of several copies, and where."""
-    found = ((role.parameter, _place(role, gradients.topology)) for role in gradients.roles)
-    return [(weight, place) for weight, place in found if place.is_cut or place.copies > 1]
+def weight_places(
+    gradients: GradientSet, stages: StageWeights | None = None
+) -> list[tuple[nn.Parameter, Place]]:
+    """Return the parameters of which this rank has a part, or one of several copies, and where.
+
+    Args:
+        gradients: with the parameters.
+        stages: weights of all stages of a pipeline; None without one.
+    """
+    found: list[tuple[nn.Parameter, Place]] = []
+    for role in gradients.roles:
+        place = place_of_role(role, gradients.topology)
+        if stages is not None and not role.outside and role.name in stages.names:
+            place = replace(place, stages=stages, owner=stages.known(role.name).owner)
+        if place.is_cut or place.copies > 1 or place.stages is not None:
+            found.append((role.parameter, place))
+    return found
 
 
-def _place(role: ParameterRole, topology: Topology) -> Place:
+def place_of_role(role: ParameterRole, topology: Topology) -> Place:
+    """Return the place of a parameter, but for its stage."""
     shard, layer = role.shard, role.axes(topology).layer
     cut = shard is not None and shard.dim is not None and layer.size > 1
     weight = role.parameter

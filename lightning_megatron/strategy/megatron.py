@@ -627,6 +627,7 @@ class MegatronStrategy(LaunchingStrategy):
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
         closure = self.recovery.begin_update(closure)
+        self.weight_watch.show_groups(getattr(optimizer, "optimizer", optimizer))
         with self.data.scaled_rates(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         taken = self.recovery.end_update()
@@ -712,7 +713,7 @@ class MegatronStrategy(LaunchingStrategy):
     def _evaluating(self) -> Iterator[None]:
         """Context of a batch that does not train."""
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
-        with self._around_step(), self.weight_watch.lifted():
+        with self._around_step(), self.weight_watch.around_step():
             yield
         self.stop.end_evaluation()
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -103,20 +104,102 @@ class Vectors(Looking):
         self.note(parameters_to_vector(self.parameters()).norm())
 
 
+class WalksGroups(Looking):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        self.note(len(weights))
+        self.note(clip_grad_norm_(weights, 0.1))
+        self.note(sum(p.grad.norm(1) for p in weights))
+
+
+class OneByOne(Looking):
+    """Looks at weights by the names of layers, of which a rank may have one only."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(self.net.head.weight.norm())
+        self.note(self.net.block[0].weight[:2, 1:].sum() + self.net.first.bias.max())
+        self.note((self.net.first.weight @ self.net.head.weight.T).mean())
+        self.note(self.net.head.weight.argmax())
+        self.note(self.net.block[2].bias.detach().numpy().sum())
+        if self.net.head.weight.abs().max() > 0.1:
+            self.net.head.weight.data.clamp_(-0.3, 0.3)
+
+
+class Constrains(Looking):
+    """Changes weights and gradients, each by itself and by others."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.manual_seed(7)
+        for p in self.parameters():
+            p.grad.add_(0.01 * torch.randn_like(p)).nan_to_num_()
+        self.net.head.weight.grad[:2] = 0
+        self.net.first.weight.grad = self.net.head.weight.grad * 0.5
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.dim() > 1:
+                    p.div_(p.norm(dim=1, keepdim=True).clamp(min=1.0))
+                self.note(len(name) + p.numel() + p.shape[0])
+            self.net.first.bias.copy_(self.net.head.bias + self.net.block[2].bias)
+
+
+class Averages(Looking):
+    """An average of weights, copied when training begins, in which validation runs."""
+
+    def on_train_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.parameters()]
+        self.twins = [deepcopy(self.net.first)]  # in a list, it is no part of the module
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mean, p in zip(self.average, self.parameters(), strict=True):
+                mean.lerp_(p, 0.5)
+            for mean, p in zip(
+                self.twins[0].parameters(), self.net.first.parameters(), strict=True
+            ):
+                mean.mul_(0.5).add_(p, alpha=0.5)
+        self.note(sum(mean.square().sum() for mean in self.average))
+        self.note(sum(mean.square().sum() for mean in self.twins[0].parameters()))
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            for mean, p in zip(self.average, self.parameters(), strict=True):
+                p.copy_(mean)
+
+
+class Regularises(Looking):
+    """Adds gradients of a penalty on all weights after the backward."""
+
+    def on_after_backward(self) -> None:
+        with torch.enable_grad():
+            penalty = 0.1 * sum(p.square().sum() for p in self.parameters())
+        penalty.backward()
+        self.note(penalty)
+
+
+class SomeLearn(Looking):
+    """Weights without gradients, and a hook that asks which have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.block[0].weight.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            self.note(p.requires_grad + 2 * (p.grad is None))
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
         *(Clips, ClipsInStep, ClipsPart, ClipsByHand, LogsNorms, SumsNorms, LooksAtEnd),
-        *(Penalty, Vectors),
+        *(Penalty, Vectors, WalksGroups, OneByOne, Constrains, Averages, Regularises, SomeLearn),
     )
 }
-_PP = "pp=2 each rank has those of its own stages; nearest valid"
 REFUSED: dict[str, dict[str, str]] = {
     "tp": {},
-    "pp": {
-        "ClipsByHand": "manual_backward",
-        **dict.fromkeys(("LogsNorms", "SumsNorms", "Vectors", "LooksAtEnd"), _PP),
-    },
+    "pp": {"ClipsByHand": "manual_backward"},
     "dp": {},
 }
 Found = dict[str, tuple[dict[str, Any], list[float]] | str]
@@ -145,13 +228,18 @@ def alone(pool: WorkerPool) -> Found:
 
 FEW = ("Clips", "ClipsByHand", "LogsNorms", "Penalty", "Vectors")
 """One of each kind of value."""
+IN_HOOKS = tuple(name for name in KINDS if name != "Penalty")
+"""What a pipeline gives: weights of other stages are of no use to a step."""
 
 
 @pytest.mark.parametrize(
     ("devices", "layout", "names"),
     [
         (2, {"tp": 2}, (*KINDS,)),
-        (2, {"pp": 2}, tuple(name for name in KINDS if name != "Penalty")),
+        (2, {"pp": 2}, IN_HOOKS),
+        pytest.param(4, {"pp": 2, "tp": 2}, IN_HOOKS, marks=pytest.mark.thorough),
+        pytest.param(4, {"pp": 2, "zero": 3}, IN_HOOKS, marks=pytest.mark.thorough),
+        pytest.param(4, {"pp": 2, "zero": 1}, IN_HOOKS, marks=pytest.mark.thorough),
         (2, {"zero": 3}, FEW),
         pytest.param(2, {"zero": 3}, (*KINDS,), marks=pytest.mark.thorough),
         pytest.param(4, {"tp": 2, "zero": 3}, FEW, marks=pytest.mark.thorough),
@@ -243,5 +331,5 @@ def penalise(layout: Mapping[str, Any]) -> None:
 
 
 def test_a_penalty_on_the_weights_of_one_stage_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match="pp=2 each rank has those of its own stages"):
+    with pytest.raises(WorkerError, match="with pp=2 a step has the weights of its own stage"):
         pool.run(2, penalise, {"pp": 2}, grace=0.2)

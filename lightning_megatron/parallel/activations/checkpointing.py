@@ -54,7 +54,6 @@ from lightning_megatron.parallel.activations.selective import (
 )
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address, outermost
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.parallel.stage_numbers import is_seen, unseen
 
 _FULL = ActivationConfig(recompute="full")
 _REPETITIONS = 3
@@ -322,13 +321,11 @@ class _Again(AbstractContextManager[None]):
         self._notes = notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
-        self._is_seen, self._scopes = is_seen(), scopes()
+        self._scopes = scopes()
 
     @override
     def __enter__(self) -> None:
         self._entered = ExitStack()
-        if not self._is_seen:
-            self._entered.enter_context(unseen())
         self._entered.enter_context(as_within(self._scopes))
         self._entered.enter_context(_default_dtype(self._dtype))
         self._entered.enter_context(_without_counting(self._counting))

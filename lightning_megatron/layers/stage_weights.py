@@ -1,0 +1,689 @@
+"""Weights of a pipeline's stages, which in hooks are those of one process on every rank.
+
+Each rank of a pipeline has the weights of its own stages. In a hook, code of the user's walks over
+all of them all the same, and takes numbers of them::
+
+    total = sum(p.grad.norm() ** 2 for p in self.parameters())     # that of all stages
+    self.net.head.weight.data.clamp_(-1, 1)                        # done by the stage that has it
+    clip_grad_norm_(self.parameters(), 1.0)
+
+`StageWeights` gives a `RemoteItem` a `StageTensor` in the place of each weight that it stands for:
+shape, format and device are the weight's, and it has no values. All ranks run the same code, so a
+function of tensors of one stage is run by the ranks that have them, and elsewhere on the meta
+device, for the shapes of what it returns. Three things bring values to all ranks, which is
+collective over pp: a number (a result without dims), whatever reads values (``item``, ``tolist``),
+and a function of tensors of several stages, or one that writes into a tensor of everybody's.
+
+Within a step this rank's weights are plain, and those of other stages are refused: code there runs
+where its stage is. Of what is inside of layers' own functions see `layers.memory`.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from typing_extensions import override
+
+from lightning_megatron._torch import (
+    DisableTorchFunctionSubclass,
+    EnableTorchFunction,
+    asks_classes,
+    stand_in,
+    tree_flatten,
+    tree_map,
+)
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers import split_rules as rules
+from lightning_megatron.layers.copied_view import changes
+from lightning_megatron.layers.split_rules import FOREACH, Args, Kwargs, by_place, communicates
+from lightning_megatron.layers.split_tensor import OF_TENSOR, rule_of
+from lightning_megatron.layers.splits import place_of, whole
+from lightning_megatron.layers.weights import PartDTensor, PartWeight, whole_weight
+from lightning_megatron.topology.mesh import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWeight:
+    """A weight of some stage, as every rank knows it."""
+
+    name: str
+    """Canonical name."""
+    owner: int
+    """First pipeline rank that has it."""
+    shape: tuple[int, ...]
+    """Shape of the whole."""
+    dtype: torch.dtype
+    """Number format."""
+    requires_grad: bool
+    """Whether it is trained."""
+    group: tuple[int, int] | None = None
+    """Optimizer that steps on it, and parameter group there."""
+
+
+class StageTensor(Tensor):
+    """Weight of another stage, or what a stage has computed of one.
+
+    Attributes:
+        stages: of the run.
+        owner: pipeline rank that has the values.
+        own: the value, on ranks that have it; else None.
+        twin: tensor on the meta device in its place.
+        weight_name: of the weight; empty for what was computed.
+    """
+
+    handles_split_tensors = True
+    handles_weights = True
+    stages: "StageWeights"
+    owner: int
+    own: Tensor | None
+    twin: Tensor
+    weight_name: str
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, StageTensor))
+        return found.stages.apply(func, args, kwargs)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        raise ConfigError(
+            f"{func}: code that torch does not ask the class of a tensor for (compiled, or a "
+            f"function of autograd's) was given a weight of another pipeline stage; {_REMEDY}"
+        )
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StageTensor":
+        with DisableTorchFunctionSubclass():
+            own = None if self.own is None else self.own.detach().clone()
+            made = self.stages.tensor(own, self.twin.detach().clone(), self.owner, self.weight_name)
+            made.twin.requires_grad_(self.twin.requires_grad)
+            memo[id(self)] = made
+            return made
+
+    @override
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ConfigError(
+            f"{self.weight_name or 'a tensor'}: a weight of another pipeline stage cannot be pickled, as "
+            "another process could not ask for it; nearest valid: "
+            "lightning_megatron.gather(module), on every rank"
+        )
+
+
+class StageWeights:
+    """The weights of all stages, as hooks of this rank see them.
+
+    Args:
+        topology: the layout.
+        own: this rank's weights within the trunk by canonical name; each has a `Place`.
+        known: all weights within the trunk.
+
+    Attributes:
+        in_hooks: whether code of the user's runs that is no step.
+        alive: whether the run goes on.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        own: Mapping[str, nn.Parameter],
+        known: Sequence[StageWeight],
+    ) -> None:
+        self.topology = topology
+        self.in_hooks = False
+        self.alive = True
+        self._own = dict(own)
+        self._known = {weight.name: weight for weight in known}
+        self._absent = {w.name: self._weight(w) for w in known if w.name not in own}
+        self._has_gradient: dict[str, bool] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StageWeights":
+        return self
+
+    def _weight(self, weight: StageWeight) -> StageTensor:
+        twin = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        twin.requires_grad_(weight.requires_grad)
+        made = self.tensor(None, twin, weight.owner, weight.name)
+        made._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter asks an instance
+        return made
+
+    def tensor(self, own: Tensor | None, twin: Tensor, owner: int, name: str = "") -> StageTensor:
+        """Return a tensor of the stages of a rank."""
+        device = self.topology.device if own is None else own.device
+        with DisableTorchFunctionSubclass():
+            made: StageTensor = stand_in(StageTensor, twin, twin.shape, device)
+        made.stages, made.owner, made.own, made.twin, made.weight_name = self, owner, own, twin, name
+        return made
+
+    def weight(self, name: str) -> Tensor:
+        """The weight with a canonical name: this rank's, or what stands for another's."""
+        return self._own[name] if name in self._own else self._absent[name]
+
+    def all_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Weights by name, each once."""
+        return [self.weight(name) for name in names]
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Canonical names of all weights within the trunk, in the order of the network."""
+        return self._known.keys()
+
+    def known(self, name: str) -> StageWeight:
+        """What is known of a weight."""
+        return self._known[name]
+
+    # Where code runs ------------------------------------------------------------------------------
+
+    @contextmanager
+    def within_stage(self) -> Iterator[None]:
+        """Context in which this rank's weights are plain, and others' are refused."""
+        before, self.in_hooks = self.in_hooks, False
+        try:
+            yield
+        finally:
+            self.in_hooks = before
+
+    def owner_of(self, leaf: Any) -> int | None:
+        """Pipeline rank that has the values of a tensor; None if every rank has its own."""
+        if isinstance(leaf, StageTensor):
+            return leaf.owner
+        if isinstance(leaf, PartWeight | PartDTensor):
+            place = place_of(leaf)
+            return None if place is None or place.stages is None else place.owner
+        return None
+
+    # Functions ------------------------------------------------------------------------------------
+
+    def apply(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """``func`` of tensors of stages, as one process would run it."""
+        args, kwargs = by_place(func, args, kwargs)
+        first = args[0] if args else None
+        if func in _GRADIENT and self.owner_of(first) is not None:
+            return self._gradient(func, args)
+        if _tells_no_values(func):
+            return self._described(func, args, kwargs)
+        if not self.in_hooks:
+            self._refuse(func, args, kwargs)
+        if func in FOREACH:
+            return self._foreach(func, args, kwargs)
+        if func is torch.autograd.grad:
+            raise ConfigError(
+                "torch.autograd.grad of weights of pipeline stages, in a hook: the loss is of one "
+                f"stage; {_REMEDY}"
+            )
+        return self._each(func, args, kwargs, share=True)
+
+    def _refuse(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+        leaves = tree_flatten((args, kwargs))[0]
+        of = next((x for x in leaves if isinstance(x, StageTensor)), None)
+        assert of is not None
+        what = f"{of.weight_name} is" if of.weight_name else "this tensor is of weights"
+        ended = "" if self.alive else ", and the run has ended"
+        raise ConfigError(
+            f"{_name(func)}: {what} on pipeline rank {of.owner}{ended}, and with "
+            f"pp={self.topology.pp.size} a step has the weights of its own stage; {_REMEDY}"
+        )
+
+    def _foreach(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """A function of lists: each of its stage; numbers are shared together."""
+        name = FOREACH[func]
+        each: Any = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+        found: list[Any] = []
+        for place in range(len(lists[0])):
+            own = tuple(a[place] if isinstance(a, list | tuple) else a for a in args)
+            named = {k: v[place] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+            staged = any(self.owner_of(x) is not None for x in tree_flatten((own, named))[0])
+            found.append(
+                self._each(each, own, named, share=False) if staged else each(*own, **named)
+            )
+        if name.endswith("_"):
+            return None
+        numbers = [x for x in found if isinstance(x, StageTensor) and not x.twin.dim()]
+        shared = iter(self.shared(numbers, name))
+        is_number = {id(x) for x in numbers}
+        return [next(shared) if id(x) in is_number else x for x in found]
+
+    def _each(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, *, share: bool) -> Any:
+        """``func`` of one stage, or on values of all ranks."""
+        changed: Any = args[0] if args and _writes(func) else kwargs.get("out")
+        at = self.owner_of(changed)
+        owners = {o for x in tree_flatten((args, kwargs))[0] if (o := self.owner_of(x)) is not None}
+        if changed is not None:
+            args, kwargs = self._with_values(func, (args, kwargs), apart_from=at)
+        elif len(owners) > 1 or func in _READS:
+            args, kwargs = self._with_values(func, (args, kwargs))
+        if not any(self.owner_of(x) is not None for x in tree_flatten((args, kwargs))[0]):
+            return _locked(func, func(*args, **kwargs))
+        try:
+            twins = self._on_meta(func, args, kwargs)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+            # It depends on values, or is wrong: values show which.
+            if changed is not None:
+                raise
+            args, kwargs = self._with_values(func, (args, kwargs))
+            return func(*args, **kwargs)
+        return self._there(func, args, kwargs, changed, twins, owners, share=share)
+
+    def _there(
+        self,
+        func: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        changed: Any,
+        twins: Any,
+        owners: set[int],
+        *,
+        share: bool,
+    ) -> Any:
+        """``func`` on the ranks that have its tensors; ``twins`` are its results on meta."""
+        owner = self.owner_of(changed) if changed is not None else min(owners)
+        assert owner is not None
+        given = tree_flatten((args, kwargs))[0]
+        is_here = not any(isinstance(x, StageTensor) and x.own is None for x in given)
+        found: Any = twins
+        if is_here:
+            with self.within_stage(), EnableTorchFunction():
+                found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        elif rule_of(func) in (rules.drawn_like, rules.dropout) or _draws(func):
+            self._draw(func, args, kwargs)
+        if changed is not None:
+            return changed
+        results, leaves = tree_flatten(twins)[0], tree_flatten(found)[0]
+        made = {
+            id(leaf): self.tensor(leaf if is_here else None, twin, owner)
+            for leaf, twin in zip(leaves, results, strict=True)
+            if isinstance(leaf, Tensor)
+        }
+        if share and all(x.dim() for x in given if self.owner_of(x) is not None):
+            numbers = [
+                (key, x) for key, x in made.items() if not x.twin.dim() and not x.twin._is_view()
+            ]
+            plain = self.shared([x for _, x in numbers], _name(func))
+            made |= {key: value for (key, _), value in zip(numbers, plain, strict=True)}  # type: ignore[misc]
+        return tree_map(lambda x: made.get(id(x), x) if isinstance(x, Tensor) else x, found)
+
+    def _on_meta(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """What ``func`` returns, on the meta device, on all ranks alike."""
+
+        def twin(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._twin(leaf)
+            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+        if rule_of(func) is rules.moved:
+            return _moved(func, args, kwargs, twin)
+        with EnableTorchFunction():
+            return func(*tree_map(twin, args), **tree_map(twin, kwargs))
+
+    def _twin(self, leaf: Tensor) -> Tensor:
+        if isinstance(leaf, StageTensor):
+            return leaf.twin
+        if self.owner_of(leaf) is None:
+            return leaf.to("meta")
+        place = place_of(leaf)
+        with DisableTorchFunctionSubclass():
+            made = torch.empty(place.shape, dtype=leaf.dtype, device="meta")
+            return made.requires_grad_(leaf.requires_grad)
+
+    def _draw(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+        """Draw what another stage draws, so that all ranks go on with the same numbers."""
+
+        def empty(leaf: Any) -> Any:
+            if not isinstance(leaf, StageTensor):
+                return leaf
+            return torch.empty(leaf.twin.shape, dtype=leaf.twin.dtype, device=leaf.device)
+
+        with torch.no_grad():
+            func(*tree_map(empty, args), **tree_map(empty, kwargs))
+
+    # Values for all ranks -------------------------------------------------------------------------
+
+    def _with_values(
+        self, func: Callable[..., Any], given: tuple[Args, Kwargs], apart_from: int | None = None
+    ) -> tuple[Args, Kwargs]:
+        """Arguments with values for tensors of stages, but for those of one rank."""
+        wanted: dict[int, Tensor] = {}
+        for leaf in tree_flatten(given)[0]:
+            owner = self.owner_of(leaf)
+            if owner is not None and owner != apart_from:
+                wanted[id(leaf)] = leaf
+        values = dict(zip(wanted, self.shared(list(wanted.values()), _name(func)), strict=True))
+        args, kwargs = tree_map(
+            lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, given
+        )
+        return args, kwargs
+
+    def shared(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return the values of tensors of stages as plain tensors, on all ranks; collective.
+
+        Gradients go back to the ranks that have the values.
+
+        Raises:
+            ConfigError: ranks ask for different tensors.
+        """
+        if not tensors:
+            return []
+        self._compare(tensors, what)
+        learns = torch.is_grad_enabled()
+        found: list[Tensor] = []
+        for x in tensors:
+            owner, twin = self.owner_of(x), self._twin(x)
+            assert owner is not None
+            own = x.own if isinstance(x, StageTensor) else x
+            if own is not None:
+                own = self._whole(own, twin.dtype)
+            value = (
+                torch.empty(twin.shape, dtype=twin.dtype, device=self.topology.device)
+                if own is None
+                else own.detach().to(self.topology.device, copy=True).contiguous()
+            )
+            dist.broadcast(value, self.topology.pp.ranks[owner], group=self.topology.pp.group)
+            if learns and twin.requires_grad and value.is_floating_point():
+                source = value.new_zeros((), requires_grad=True) if own is None else own
+                with DisableTorchFunctionSubclass():
+                    value = _FromStage.apply(source, value, self, own is not None)  # type: ignore[no-untyped-call]
+            found.append(value)
+        return found
+
+    def _whole(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole of a value of this rank's stages, as a plain tensor."""
+        with self.within_stage(), EnableTorchFunction():
+            found: Tensor = whole(whole_weight(own))
+        with DisableTorchFunctionSubclass():
+            return found.as_subclass(Tensor).to(dtype)
+
+    def _compare(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Refuse to share where ranks ask for different tensors, as code differs between them."""
+        names = [getattr(x, "weight_name", None) or self._name_of(x) or "" for x in tensors]
+        texts = [
+            f"{n}{tuple(x.shape)}{self.owner_of(x)}" for n, x in zip(names, tensors, strict=True)
+        ]
+        mine = torch.tensor(
+            [zlib.crc32(f"{what} {texts}".encode()), -zlib.crc32(f"{what} {texts}".encode())],
+            device=self.topology.device,
+        )
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.topology.pp.group)
+        largest, smallest = mine.tolist()
+        if largest != -smallest:
+            raise ConfigError(
+                f"{what}: the ranks of the pipeline ask for values of different weights, here of "
+                f"{', '.join(n for n in names if n) or 'what was computed of weights'}; code of a "
+                "hook must do the same on every rank: nearest valid: self.parameters(), which "
+                "has those of all stages on each, without a condition on the rank"
+            )
+
+    def _name_of(self, weight: Tensor) -> str | None:
+        place = place_of(weight)
+        return None if place is None else str(place.name)
+
+    # Weights themselves ---------------------------------------------------------------------------
+
+    def _described(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """A function that tells or sets no values: of the tensor here, or of what stands for it."""
+        first = args[0]
+        if isinstance(first, StageTensor) and func in (Tensor.__repr__, Tensor.__format__):
+            return (
+                f"StageTensor({first.weight_name!r}, {tuple(first.twin.shape)}, {first.twin.dtype}, "
+                f"on pipeline rank {first.owner})"
+            )
+        if not isinstance(first, StageTensor):
+            with self.within_stage():
+                return func(*args, **kwargs)
+        if func in _OF_LEARNING:
+            inner = first.twin if first.own is None else first.own
+            with self.within_stage(), EnableTorchFunction():
+                found = func(inner, *args[1:], **kwargs)
+            return first if found is inner else found
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _gradient(self, func: Callable[..., Any], args: Args) -> Any:
+        """Get or set ``.grad`` or ``.data``."""
+        x, kind = args[0], _GRADIENT[func]
+        owner = self.owner_of(x)
+        assert owner is not None
+        name = getattr(x, "weight_name", None) or self._name_of(x)
+        if not self.in_hooks:
+            if not isinstance(x, StageTensor):
+                with self.within_stage():
+                    return func(*args)
+            if kind == "get grad":
+                return None
+            self._refuse(func, args, {})
+        inner = x.own if isinstance(x, StageTensor) else x
+        if kind.startswith("set"):
+            return self._set(func, x, inner, args[1:], kind, name)
+        if kind == "get grad" and not (self._is_weight(x, name) and self._gradients()[name]):
+            return None
+        found = None
+        if inner is not None:
+            with self.within_stage(), EnableTorchFunction():
+                found = func(inner)
+            if found is None:
+                return None
+        twin = self._twin(x).detach()
+        return self.tensor(found, twin, owner)
+
+    def _set(
+        self, func: Any, x: Tensor, inner: Tensor | None, values: Args, kind: str, name: str | None
+    ) -> None:
+        """Set ``.grad`` or ``.data`` where the tensor is."""
+        owner = self.owner_of(x)
+        (values, _) = self._with_values(func, (values, {}), apart_from=owner)
+        value = values[0] if values else None
+        twin = self._twin(x)
+        if isinstance(value, Tensor) and value.shape != twin.shape:
+            raise ConfigError(
+                f"{name or 'tensor'}: .{kind[4:]} was assigned {tuple(value.shape)}, and this "
+                f"parameter has {tuple(twin.shape)}; nearest valid: values of that shape"
+            )
+        if kind == "set grad" and self._has_gradient is not None and self._is_weight(x, name):
+            self._has_gradient[name] = value is not None
+        if inner is not None:
+            with self.within_stage(), EnableTorchFunction():
+                func(inner, *map(_value, values))
+
+    def _is_weight(self, x: Tensor, name: Any) -> bool:
+        """Whether a tensor is a weight of the run, and no copy of one."""
+        return name in self._known and self.weight(name) is x
+
+    def _gradients(self) -> Mapping[str, bool]:
+        """Which weights have a gradient; collective where it may have changed."""
+        if self._has_gradient is None:
+            with DisableTorchFunctionSubclass():
+                mine = [n in self._own and self._own[n].grad is not None for n in self._known]
+                found = torch.tensor(mine, dtype=torch.uint8, device=self.topology.device)
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.topology.pp.group)
+                self._has_gradient = dict(zip(self._known, map(bool, found.tolist()), strict=True))
+        return self._has_gradient
+
+    def forget_gradients(self) -> None:
+        """Ask anew which weights have gradients."""
+        self._has_gradient = None
+
+
+class ItemWeights:
+    """Weights of a `RemoteItem`, as code of the user's finds them.
+
+    Args:
+        stages: of the run.
+        names: canonical name of each weight by its name within the item.
+    """
+
+    def __init__(self, stages: StageWeights, names: Mapping[str, str]) -> None:
+        self.stages = stages
+        self.by_name = {local: stages.weight(name) for local, name in names.items()}
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether code of the user's runs, in a run."""
+        return self.stages.alive and asks_classes()
+
+    @property
+    def in_hooks(self) -> bool:
+        """Whether that is no step, to which weights of other stages are of no use."""
+        return self.stages.in_hooks
+
+    def inside(self, name: str) -> Any:
+        """The weight, or the module with weights, of this name; None if there is none."""
+        if name in self.by_name:
+            return self.by_name[name]
+        held = any(local.startswith(f"{name}.") for local in self.by_name)
+        return _Inside(self, name) if held else None
+
+
+class _Inside:
+    """A module of another stage, of which this rank knows the weights only."""
+
+    def __init__(self, item: ItemWeights, name: str) -> None:
+        self._item, self._name = item, name
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._item.inside(f"{self._name}.{name}")
+        if found is None:
+            raise AttributeError(
+                f"{self._name}.{name}: the module is on another pipeline stage, of which this rank "
+                "knows the weights only; nearest valid: one of "
+                f"{', '.join(n for n in self._item.by_name if n.startswith(f'{self._name}.'))}"
+            )
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        return getattr(self, str(index))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Iterate over the weights, as `torch.nn.Module.parameters` does."""
+        return (value for _, value in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over names and weights."""
+        start = f"{self._name}."
+        for local, value in self._item.by_name.items():
+            if local.startswith(start):
+                yield local.removeprefix(start), value
+
+
+class _FromStage(Function):
+    """Values that a stage has sent; gradients go back to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, value: Tensor, stages: StageWeights, is_here: bool
+    ) -> Tensor:
+        ctx.stages, ctx.is_here = stages, is_here
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.stages.forget_gradients()
+        return (gradient if ctx.is_here else gradient.new_zeros(())), None, None, None
+
+
+def _value(leaf: Any) -> Any:
+    """The value of a tensor of this rank's stages; anything else as it is."""
+    if isinstance(leaf, StageTensor):
+        return leaf.own
+    place = place_of(leaf)
+    if place is None or place.is_cut or place.copies > 1:
+        return leaf
+    with DisableTorchFunctionSubclass():
+        return leaf.as_subclass(Tensor)
+
+
+def _locked(func: Callable[..., Any], found: Any) -> Any:
+    """Let an array of NumPy refuse changes, which a weight would not get."""
+    if func in (Tensor.numpy, Tensor.__array__):
+        found.setflags(write=False)
+    return found
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    return changes(func) or communicates(func)
+
+
+def _draws(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "").rstrip("_") in (
+        *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
+        *("random", "multinomial", "trunc_normal", "rand_like", "randn_like", "randint_like"),
+    )
+
+
+def _moved(func: Callable[..., Any], args: Args, kwargs: Kwargs, twin: Callable[[Any], Any]) -> Any:
+    """Result of ``to`` and its like on meta: another format, and no other device."""
+    if _name(func) in ("cpu", "cuda"):
+        return twin(args[0]).view_as(twin(args[0]))
+    kept = [x for x in args[1:] if not isinstance(x, torch.device | str)]
+    like = [twin(x) if isinstance(x, Tensor) else x for x in kept]
+    named = {k: v for k, v in kwargs.items() if k != "device"}
+    if not like and not named:
+        return twin(args[0])
+    with EnableTorchFunction():
+        return func(twin(args[0]), *like, **named)
+
+
+def _name(func: Any) -> str:
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        name = str(getattr(func.__self__, "__name__", name))
+    return name.strip("_").removeprefix("linalg_")
+
+
+_REMEDY = (
+    "nearest valid: the same in a hook, such as on_before_optimizer_step or on_train_batch_end, "
+    "where it is of all stages; weight_decay of the optimizer for a penalty; "
+    "lightning_megatron.gather(module) for whole weights"
+)
+_PROPERTIES: Any = Tensor
+_GRADIENT: Mapping[Any, str] = {
+    _PROPERTIES.grad.__get__: "get grad",
+    _PROPERTIES.grad.__set__: "set grad",
+    _PROPERTIES.grad.__delete__: "set grad",
+    _PROPERTIES.data.__get__: "get data",
+    _PROPERTIES.data.__set__: "set data",
+}
+_DESCRIBES = frozenset(
+    (
+        *(_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel),
+        *(Tensor.__len__, Tensor.__repr__, Tensor.__format__, Tensor.__hash__),
+        *(Tensor.requires_grad_, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad),
+    )
+)
+_OF_LEARNING = frozenset(
+    (
+        *(_PROPERTIES.requires_grad.__get__, _PROPERTIES.requires_grad.__set__),
+        *(_PROPERTIES.grad_fn.__get__, _PROPERTIES.is_leaf.__get__, Tensor.requires_grad_),
+        *(Tensor.register_hook, Tensor.retain_grad, Tensor.detach_),
+        *(_PROPERTIES._version.__get__, _PROPERTIES._backward_hooks.__get__),
+        Tensor.register_post_accumulate_grad_hook,
+    )
+)
+"""What tells or sets how a tensor learns, which its memory knows, and not what stands for it."""
+_NEW = frozenset(
+    (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
+)
+_READS = frozenset(
+    (
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__),
+        *(Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__, torch.equal),
+        *(Tensor.equal, Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
+        *(Tensor.backward, Tensor.__contains__),
+    )
+)
+"""Functions that read values."""
+
+
+def _tells_no_values(func: Callable[..., Any]) -> bool:
+    return (func in OF_TENSOR and func not in _NEW) or func in _DESCRIBES
