@@ -55,6 +55,11 @@ def computes_with_part(weights: Iterable[Tensor]) -> bool:
     return all(id(weight) in own for weight in weights)
 
 
+def runs_layer() -> bool:
+    """Whether a layer runs, or a function of this library that takes weights as they are here."""
+    return bool(_SCOPES.layers)
+
+
 def own_weights(function: Callable[P, R]) -> Callable[P, R]:
     """Within ``function`` weights are the parts that this rank holds; activations keep rules."""
 

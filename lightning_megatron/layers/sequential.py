@@ -141,7 +141,7 @@ class RemoteItem(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save what code of the user's finds; the placeholder of an empty stage is no weight."""
         weights: Weights | None = self.__dict__["weights"]
-        if weights is not None and weights.is_shown:
+        if weights is not None and weights.is_shown and weights.in_hooks:
             for name, value in weights.by_name.items():
                 destination[prefix + name] = value if keep_vars else value.detach()
 

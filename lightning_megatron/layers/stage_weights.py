@@ -41,6 +41,7 @@ from lightning_megatron._torch import (
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers.copied_view import changes
+from lightning_megatron.layers.memory import runs_layer
 from lightning_megatron.layers.split_rules import FOREACH, Args, Kwargs, by_place, communicates
 from lightning_megatron.layers.split_tensor import OF_TENSOR, rule_of
 from lightning_megatron.layers.splits import place_of, whole
@@ -116,8 +117,8 @@ class StageTensor(Tensor):
     @override
     def __reduce_ex__(self, _: Any) -> Any:
         raise ConfigError(
-            f"{self.weight_name or 'a tensor'}: a weight of another pipeline stage cannot be pickled, as "
-            "another process could not ask for it; nearest valid: "
+            f"{self.weight_name or 'a tensor'}: a weight of another pipeline stage cannot be pickled, "
+            "as another process could not ask for it; nearest valid: "
             "lightning_megatron.gather(module), on every rank"
         )
 
@@ -131,7 +132,7 @@ class StageWeights:
         known: all weights within the trunk.
 
     Attributes:
-        in_hooks: whether code of the user's runs that is no step.
+        sees_all: whether code of the user's that runs now is that of a hook.
         alive: whether the run goes on.
     """
 
@@ -142,7 +143,7 @@ class StageWeights:
         known: Sequence[StageWeight],
     ) -> None:
         self.topology = topology
-        self.in_hooks = False
+        self.sees_all = False
         self.alive = True
         self._own = dict(own)
         self._known = {weight.name: weight for weight in known}
@@ -164,7 +165,13 @@ class StageWeights:
         device = self.topology.device if own is None else own.device
         with DisableTorchFunctionSubclass():
             made: StageTensor = stand_in(StageTensor, twin, twin.shape, device)
-        made.stages, made.owner, made.own, made.twin, made.weight_name = self, owner, own, twin, name
+        made.stages, made.owner, made.own, made.twin, made.weight_name = (
+            self,
+            owner,
+            own,
+            twin,
+            name,
+        )
         return made
 
     def weight(self, name: str) -> Tensor:
@@ -186,14 +193,19 @@ class StageWeights:
 
     # Where code runs ------------------------------------------------------------------------------
 
+    @property
+    def in_hooks(self) -> bool:
+        """Whether code of the user's runs that is neither a step nor a layer."""
+        return self.sees_all and not runs_layer()
+
     @contextmanager
     def within_stage(self) -> Iterator[None]:
         """Context in which this rank's weights are plain, and others' are refused."""
-        before, self.in_hooks = self.in_hooks, False
+        before, self.sees_all = self.sees_all, False
         try:
             yield
         finally:
-            self.in_hooks = before
+            self.sees_all = before
 
     def owner_of(self, leaf: Any) -> int | None:
         """Pipeline rank that has the values of a tensor; None if every rank has its own."""
@@ -436,8 +448,8 @@ class StageWeights:
         first = args[0]
         if isinstance(first, StageTensor) and func in (Tensor.__repr__, Tensor.__format__):
             return (
-                f"StageTensor({first.weight_name!r}, {tuple(first.twin.shape)}, {first.twin.dtype}, "
-                f"on pipeline rank {first.owner})"
+                f"StageTensor({first.weight_name!r}, {tuple(first.twin.shape)}, "
+                f"{first.twin.dtype}, on pipeline rank {first.owner})"
             )
         if not isinstance(first, StageTensor):
             with self.within_stage():
@@ -530,7 +542,7 @@ class ItemWeights:
     @property
     def is_shown(self) -> bool:
         """Whether code of the user's runs, in a run."""
-        return self.stages.alive and asks_classes()
+        return self.stages.alive and asks_classes() and not runs_layer()
 
     @property
     def in_hooks(self) -> bool:

@@ -5,7 +5,7 @@ Attributes that every module of a kind has are not among them, nor are modules a
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +25,7 @@ from lightning_megatron._lightning import (
     is_of_hyper_parameters,
 )
 from lightning_megatron.comm.objects import dump, load
+from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.sequential import PipelineSequential
 
 OF_A_PROCESS = (
@@ -115,8 +116,7 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         for name, content in attributes_of(child)
         if (value := value_of(content, device)) is not None
     }
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    copies = [(p, p.detach().clone(), p._version) for p in frozen]
+    copies = _frozen(module)
     try:
         yield
     finally:
@@ -126,10 +126,23 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
                 value, now = before.get((path, name)), value_of(content, device)
                 if value is not None and (now is None or now.digest() != value.digest()):
                     set_attribute(child, name, value.restored())
-        with torch.no_grad():
-            for parameter, copy, version in copies:
-                if parameter._version != version:
-                    parameter.copy_(copy)
+        _restore(copies)
+
+
+@on_memory
+def _frozen(module: nn.Module) -> list[tuple[nn.Parameter, Tensor, int]]:
+    """Frozen parameters of this rank, with copies and versions."""
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    return [(p, p.detach().clone(), p._version) for p in frozen]
+
+
+@on_memory
+def _restore(copies: Sequence[tuple[nn.Parameter, Tensor, int]]) -> None:
+    """Undo what has changed parameters since `_frozen`."""
+    with torch.no_grad():
+        for parameter, copy, version in copies:
+            if parameter._version != version:
+                parameter.copy_(copy)
 
 
 def modules_beside_trunk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

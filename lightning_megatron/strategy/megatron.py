@@ -582,7 +582,7 @@ class MegatronStrategy(LaunchingStrategy):
                 output: Any = self.recovery.zero_loss()
             else:
                 step = self.steps.begin(self.data.shares.portion)
-                with self.weight_watch.around_step():
+                with self.weight_watch.on_own_stage():
                     output = step.run((*args, *kwargs.values()))
                 for tuner in self.tuners:
                     tuner.after_batch(step.count)
@@ -602,7 +602,7 @@ class MegatronStrategy(LaunchingStrategy):
         if not self.recovery.skips_batch:
             self.pre_backward(loss)
             loss = self.precision.pre_backward(loss, self.module)
-            with self.weight_watch.around_step():  # which a backward may repeat
+            with self.weight_watch.on_own_stage():  # which a backward may repeat
                 self.steps.step.backward(loss, optimizer, *args, **kwargs)
             loss = self.precision.post_backward(loss, self.module)
         self.post_backward(loss)
@@ -713,7 +713,7 @@ class MegatronStrategy(LaunchingStrategy):
     def _evaluating(self) -> Iterator[None]:
         """Context of a batch that does not train."""
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
-        with self._around_step(), self.weight_watch.around_step():
+        with self._around_step(), self.weight_watch.on_own_stage():
             yield
         self.stop.end_evaluation()
 

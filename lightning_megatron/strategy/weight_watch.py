@@ -42,7 +42,7 @@ class WeightWatch:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
         if stages is not None:
-            stages.in_hooks = stages.alive = False
+            stages.sees_all = stages.alive = False
             for optimizer in self._run.optimizers:
                 vars(optimizer).pop("zero_grad", None)
                 for group in optimizer.param_groups:
@@ -64,19 +64,19 @@ class WeightWatch:
             self.begin()
 
     @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Context in which the network runs, with the weights of its own stage."""
+    def on_own_stage(self) -> Iterator[None]:
+        """Context of steps and of this library: with the weights of the own stage, as they are."""
         stages, parts = self._stages, self._parts
-        if stages is None or parts is None or not stages.in_hooks:
+        if stages is None or parts is None or not stages.sees_all:
             yield
             return
-        stages.in_hooks, whole = False, parts.hide()
+        stages.sees_all, whole = False, parts.hide()
         try:
             yield
         finally:
             if stages.alive:
                 parts.show(whole)
-                stages.in_hooks = True
+                stages.sees_all = True
                 stages.forget_gradients()
 
     def show_groups(self, optimizer: Optimizer) -> None:
@@ -136,9 +136,9 @@ class WeightWatch:
             if isinstance(item, RemoteItem):
                 names = {_plain(local): weight.name for local, weight in by_item[name]}
                 item.show(ItemWeights(stages, names))
-        around: Callable[[], Any] = self.around_step
+        around: Callable[[], Any] = self.on_own_stage
         vars(trunk)["around_items"] = around
-        stages.in_hooks = True
+        stages.sees_all = True
         return stages
 
 
