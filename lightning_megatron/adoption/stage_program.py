@@ -85,7 +85,7 @@ class AbsentItem(RemoteItem):
     def __init__(
         self, name: str, stage: int, running: Running, index: int, twin: nn.Module
     ) -> None:
-        super().__init__(name, stage)
+        super().__init__(name, stage, twin)
         self.running = running
         self.item_index = index
         self.__dict__["twin"] = twin  # it is not a submodule

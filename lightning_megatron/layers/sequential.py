@@ -90,36 +90,69 @@ class Boundary(Protocol):
 class RemoteItem(nn.Module):
     """Placeholder for an item that another pipeline stage holds.
 
-    While a run lasts, code of the user's finds a `layers.stage_weights.StageTensor` in the place of
-    each of the item's weights.
+    While a run lasts, code of the user's finds a module of the item's class, with the same modules
+    inside, in which a `layers.stage_weights.StageTensor` stands for each weight.
 
     Args:
         name: name of the item in the trunk.
         stage: stage that holds it.
+        item: the item that it stands for; nothing of its weights is kept.
     """
 
-    def __init__(self, name: str, stage: int) -> None:
+    def __init__(self, name: str, stage: int, item: nn.Module | None = None) -> None:
         super().__init__()
         self.name = name
         self.stage = stage
-        self.__dict__["weights"] = None
+        self.__dict__["shell"] = nn.Module() if item is None else shell_of(item)
+        self.__dict__["shown_in"] = None
+
+    def show(self, stages: "Stages | None") -> nn.Module:
+        """Let code of the user's find the item, or with None no longer; return what it finds."""
+        self.__dict__["shown_in"] = stages
+        shell: nn.Module = self.__dict__["shell"]
+        return shell
+
+    def _shell(self) -> nn.Module | None:
+        """What code of the user's finds; None for that of this library, and out of a run."""
+        stages: Stages | None = self.__dict__.get("shown_in")
+        return self.__dict__["shell"] if stages is not None and stages.is_shown else None
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        """The class for `isinstance`, beside its own."""
+        shell = self._shell()
+        return type(self) if shell is None else type(shell)
+
+    def _contents(self, name: str) -> dict[str, Any]:
+        shell = self._shell()
+        found: dict[str, Any] = (self if shell is None else shell).__dict__[
+            f"own{name}" if shell is None else name
+        ]
+        return found
 
     @property
     def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
-        """Weights of the item for code of the user's; for the library's own, what is here."""
-        weights: Weights | None = self.__dict__.get("weights")
-        if weights is None or not weights.is_shown:
-            own: dict[str, Any] = self.__dict__["own_parameters"]
-            return own
-        return weights.by_name
+        return self._contents("_parameters")
 
     @_parameters.setter
     def _parameters(self, value: dict[str, Any]) -> None:
         self.__dict__["own_parameters"] = value
 
-    def show(self, weights: "Weights | None") -> None:
-        """Let code of the user's find these weights, or with None none."""
-        self.__dict__["weights"] = weights
+    @property
+    def _buffers(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._contents("_buffers")
+
+    @_buffers.setter
+    def _buffers(self, value: dict[str, Any]) -> None:
+        self.__dict__["own_buffers"] = value
+
+    @property
+    def _modules(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._contents("_modules")
+
+    @_modules.setter
+    def _modules(self, value: dict[str, Any]) -> None:
+        self.__dict__["own_modules"] = value
 
     def stand_in(self) -> nn.Parameter | None:
         """Add a parameter without elements and return it; None if there is one."""
@@ -140,36 +173,32 @@ class RemoteItem(nn.Module):
     @override
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save what code of the user's finds; the placeholder of an empty stage is no weight."""
-        weights: Weights | None = self.__dict__["weights"]
-        if weights is not None and weights.is_shown and weights.in_hooks:
-            for name, value in weights.by_name.items():
-                destination[prefix + name] = value if keep_vars else value.detach()
+        if self._shell() is not None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @override
-    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
-        """Load nothing."""
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load nothing: what stands here has no values."""
 
     @override
     def __getattr__(self, name: str) -> Any:
-        weights: Weights | None = self.__dict__.get("weights")
-        if weights is not None and weights.is_shown and weights.in_hooks:
-            found = weights.inside(name)
-            if found is not None:
-                return found
+        shell = self._shell()
+        if shell is not None and hasattr(shell, name):
+            return getattr(shell, name)
         try:
             return super().__getattr__(name)
         except AttributeError:
             given = self.__dict__
             raise AttributeError(
                 f"item {given.get('name')!r} of the PipelineSequential is on pipeline stage "
-                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: "
-                f"getattr(item, {name!r}, None) to leave out other stages' items, "
-                "weights that configure_model sets, or pp=1"
+                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: hooks of a "
+                "run, which see the weights of all stages, configure_model to set weights, or pp=1"
             ) from None
 
     def __getitem__(self, index: Any) -> Any:
         """Return a module of an item that is a list of such."""
-        return getattr(self, str(index))
+        inside: Any = self._shell()
+        return getattr(self, str(index)) if inside is None else inside[index]
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,27 +208,26 @@ class RemoteItem(nn.Module):
         )
 
 
-class Weights(Protocol):
-    """Weights of an item on another stage, as code of the user's finds them."""
-
-    @property
-    def by_name(self) -> dict[str, Any]:
-        """Weights by their names within the item."""
-        ...
+class Stages(Protocol):
+    """What a `RemoteItem` asks `layers.stage_weights.StageWeights`."""
 
     @property
     def is_shown(self) -> bool:
         """Whether code of the user's runs, in a run."""
         ...
 
-    @property
-    def in_hooks(self) -> bool:
-        """Whether that is no step, to which weights of other stages are of no use."""
-        ...
 
-    def inside(self, name: str) -> Any:
-        """The weight, or the module with weights, of this name; None if there is none."""
-        ...
+def shell_of(module: nn.Module) -> nn.Module:
+    """Return a module of the same class, with the same modules inside and no tensors.
+
+    Other attributes are those of ``module``.
+    """
+    shell: nn.Module = object.__new__(type(module))
+    held = {k: v for k, v in vars(module).items() if not isinstance(v, torch.Tensor)}
+    inside = {name: None if m is None else shell_of(m) for name, m in module._modules.items()}
+    held |= {"_parameters": {}, "_buffers": {}, "_modules": inside}
+    shell.__dict__.update(held)
+    return shell
 
 
 class ItemGroup(Protocol):
@@ -413,7 +441,8 @@ class PipelineSequential(nn.Module):
 
     def _remote(self, index: int, stage: int) -> RemoteItem:
         """Return what stands in for an item that another stage holds."""
-        return RemoteItem(self.item_names[index], stage)
+        name = self.item_names[index]
+        return RemoteItem(name, stage, self.get_submodule(name))
 
     def _run_of(self, held: range) -> StageItems:
         """Return the items of a stage as one module."""

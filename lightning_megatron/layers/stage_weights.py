@@ -67,6 +67,32 @@ class StageWeight:
     """Optimizer that steps on it, and parameter group there."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageBuffer:
+    """A buffer of an item, as every rank knows it."""
+
+    name: str
+    """Name within the item."""
+    owner: int
+    """Pipeline rank that has it."""
+    shape: tuple[int, ...]
+    """Shape."""
+    dtype: torch.dtype
+    """Number format."""
+
+
+def _inside(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a tensor, which is made where there is none, and its name."""
+    path, _, leaf = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        if module._modules.get(part) is None:
+            module._modules[part] = nn.Module()
+        found = module._modules[part]
+        assert found is not None
+        module = found
+    return module, leaf
+
+
 class StageTensor(Tensor):
     """Weight of another stage, or what a stage has computed of one.
 
@@ -76,6 +102,7 @@ class StageTensor(Tensor):
         own: the value, on ranks that have it; else None.
         twin: tensor on the meta device in its place.
         weight_name: of the weight; empty for what was computed.
+        is_buffer: whether it stands for a buffer, whose values its own stage has only.
     """
 
     handles_split_tensors = True
@@ -85,6 +112,7 @@ class StageTensor(Tensor):
     own: Tensor | None
     twin: Tensor
     weight_name: str
+    is_buffer = False
 
     @classmethod
     @override
@@ -111,14 +139,15 @@ class StageTensor(Tensor):
             own = None if self.own is None else self.own.detach().clone()
             made = self.stages.tensor(own, self.twin.detach().clone(), self.owner, self.weight_name)
             made.twin.requires_grad_(self.twin.requires_grad)
+            made.is_buffer = self.is_buffer
             memo[id(self)] = made
             return made
 
     @override
     def __reduce_ex__(self, _: Any) -> Any:
         raise ConfigError(
-            f"{self.weight_name or 'a tensor'}: a weight of another pipeline stage cannot be pickled, "
-            "as another process could not ask for it; nearest valid: "
+            f"{self.weight_name or 'a tensor'}: what stands for a weight of another pipeline stage "
+            "cannot be pickled, as another process could not ask for it; nearest valid: "
             "lightning_megatron.gather(module), on every rank"
         )
 
@@ -216,6 +245,31 @@ class StageWeights:
             return None if place is None or place.stages is None else place.owner
         return None
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether code of the user's runs, in a run."""
+        return self.alive and asks_classes() and not runs_layer()
+
+    def fill(
+        self, item: nn.Module, weights: Mapping[str, str], buffers: Sequence[StageBuffer]
+    ) -> None:
+        """Put what stands for weights and buffers of another stage into a module.
+
+        Args:
+            item: module without tensors, of the names of the item's.
+            weights: canonical name of each weight by its name within the item.
+            buffers: of the item.
+        """
+        for local, name in weights.items():
+            owner, leaf = _inside(item, local)
+            owner._parameters[leaf] = self.weight(name)  # type: ignore[assignment]
+        for buffer in buffers:
+            owner, leaf = _inside(item, buffer.name)
+            twin = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+            made = self.tensor(None, twin, buffer.owner, buffer.name)
+            made.is_buffer = True
+            owner._buffers[leaf] = made
+
     # Functions ------------------------------------------------------------------------------------
 
     def apply(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -226,6 +280,9 @@ class StageWeights:
             return self._gradient(func, args)
         if _tells_no_values(func):
             return self._described(func, args, kwargs)
+        if isinstance(first, StageTensor) and first.is_buffer and _stays(func):
+            return first
+        self._refuse_buffers(func, args, kwargs)
         if not self.in_hooks:
             self._refuse(func, args, kwargs)
         if func in FOREACH:
@@ -247,6 +304,16 @@ class StageWeights:
             f"{_name(func)}: {what} on pipeline rank {of.owner}{ended}, and with "
             f"pp={self.topology.pp.size} a step has the weights of its own stage; {_REMEDY}"
         )
+
+    def _refuse_buffers(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+        """Refuse to read what hooks see of their own stage only."""
+        for x in tree_flatten((args, kwargs))[0]:
+            if isinstance(x, StageTensor) and x.is_buffer:
+                raise ConfigError(
+                    f"{_name(func)}: {x.weight_name} is a buffer on pipeline rank {x.owner}, and "
+                    "hooks see weights of all stages, and buffers of their own; nearest valid: "
+                    "lightning_megatron.gather(module), which has those of all"
+                )
 
     def _foreach(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """A function of lists: each of its stage; numbers are shared together."""
@@ -527,67 +594,6 @@ class StageWeights:
         self._has_gradient = None
 
 
-class ItemWeights:
-    """Weights of a `RemoteItem`, as code of the user's finds them.
-
-    Args:
-        stages: of the run.
-        names: canonical name of each weight by its name within the item.
-    """
-
-    def __init__(self, stages: StageWeights, names: Mapping[str, str]) -> None:
-        self.stages = stages
-        self.by_name = {local: stages.weight(name) for local, name in names.items()}
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether code of the user's runs, in a run."""
-        return self.stages.alive and asks_classes() and not runs_layer()
-
-    @property
-    def in_hooks(self) -> bool:
-        """Whether that is no step, to which weights of other stages are of no use."""
-        return self.stages.in_hooks
-
-    def inside(self, name: str) -> Any:
-        """The weight, or the module with weights, of this name; None if there is none."""
-        if name in self.by_name:
-            return self.by_name[name]
-        held = any(local.startswith(f"{name}.") for local in self.by_name)
-        return _Inside(self, name) if held else None
-
-
-class _Inside:
-    """A module of another stage, of which this rank knows the weights only."""
-
-    def __init__(self, item: ItemWeights, name: str) -> None:
-        self._item, self._name = item, name
-
-    def __getattr__(self, name: str) -> Any:
-        found = self._item.inside(f"{self._name}.{name}")
-        if found is None:
-            raise AttributeError(
-                f"{self._name}.{name}: the module is on another pipeline stage, of which this rank "
-                "knows the weights only; nearest valid: one of "
-                f"{', '.join(n for n in self._item.by_name if n.startswith(f'{self._name}.'))}"
-            )
-        return found
-
-    def __getitem__(self, index: Any) -> Any:
-        return getattr(self, str(index))
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Iterate over the weights, as `torch.nn.Module.parameters` does."""
-        return (value for _, value in self.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over names and weights."""
-        start = f"{self._name}."
-        for local, value in self._item.by_name.items():
-            if local.startswith(start):
-                yield local.removeprefix(start), value
-
-
 class _FromStage(Function):
     """Values that a stage has sent; gradients go back to them."""
 
@@ -624,6 +630,11 @@ def _locked(func: Callable[..., Any], found: Any) -> Any:
 
 def _writes(func: Callable[..., Any]) -> bool:
     return changes(func) or communicates(func)
+
+
+def _stays(func: Callable[..., Any]) -> bool:
+    """Whether a function of a buffer of another stage changes it there, or hands it on."""
+    return changes(func) or rule_of(func) is rules.moved or _name(func) in ("detach", "data")
 
 
 def _draws(func: Callable[..., Any]) -> bool:

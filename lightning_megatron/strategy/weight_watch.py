@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron._torch import WRAPPER_NAMES
 from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.layers.stage_weights import ItemWeights, StageWeight, StageWeights
+from lightning_megatron.layers.stage_weights import StageBuffer, StageWeight, StageWeights
 from lightning_megatron.layers.weights import WeightParts
-from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.weight_places import place_of_role, weight_places
 from lightning_megatron.strategy.group_weights import GroupWeights
 from lightning_megatron.strategy.run import Run
@@ -103,48 +106,64 @@ class WeightWatch:
             for index, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
-        mine: dict[str, list[tuple[str, StageWeight]]] = {}
+        mine: dict[str, _Item] = {}
         for name, item in zip(trunk.item_names, trunk.items(), strict=True):
-            if isinstance(item, RemoteItem):
-                continue
-            mine[name] = []
-            for local, p in item.named_parameters(remove_duplicate=False):
-                role = roles.get(id(p))
-                if role is not None:
-                    place = place_of_role(role, topology)
-                    weight = StageWeight(
-                        name=role.name,
-                        owner=topology.pp.rank,
-                        shape=tuple(place.shape),
-                        dtype=p.dtype,
-                        requires_grad=p.requires_grad,
-                        group=groups.get(id(p)),
-                    )
-                    mine[name].append((local, weight))
-        found: Sequence[Mapping[str, list[tuple[str, StageWeight]]]]
-        found = topology.pp.all_gather_object(mine)
+            if not isinstance(item, RemoteItem):
+                mine[name] = self._describe(item, roles, groups)
+        ranks: Sequence[Mapping[str, _Item]] = topology.pp.all_gather_object(mine)
         known: dict[str, StageWeight] = {}
-        for rank in found:  # a weight that several have belongs to the first
-            for pairs in rank.values():
-                for _, weight in pairs:
+        for items in ranks:  # a weight that several have belongs to the first
+            for found in items.values():
+                for weight in found.weights.values():
                     known.setdefault(weight.name, weight)
-        by_item = {name: pairs for rank in found for name, pairs in rank.items()}
-        order = [weight.name for name in trunk.item_names for _, weight in by_item[name]]
+        every = {name: found for items in ranks for name, found in items.items()}
+        order = [w.name for name in trunk.item_names for w in every[name].weights.values()]
         own = {role.name: role.parameter for role in roles.values()}
         stages = StageWeights(topology, own, [known[name] for name in dict.fromkeys(order)])
         for name, item in zip(trunk.item_names, trunk.items(), strict=True):
             if isinstance(item, RemoteItem):
-                names = {_plain(local): weight.name for local, weight in by_item[name]}
-                item.show(ItemWeights(stages, names))
+                names = {local: weight.name for local, weight in every[name].weights.items()}
+                stages.fill(item.show(stages), names, every[name].buffers)
         around: Callable[[], Any] = self.on_own_stage
         vars(trunk)["around_items"] = around
         stages.sees_all = True
         return stages
 
+    def _describe(
+        self, item: nn.Module, roles: Mapping[int, ParameterRole], groups: Mapping[int, Any]
+    ) -> "_Item":
+        """What other ranks are told of an item of this rank."""
+        topology, weights = self._run.topology, dict[str, StageWeight]()
+        for name, p in item.named_parameters(remove_duplicate=False):
+            role = roles.get(id(p))
+            if role is not None:
+                weights[_plain(name)] = StageWeight(
+                    name=role.name,
+                    owner=topology.pp.rank,
+                    shape=tuple(place_of_role(role, topology).shape),
+                    dtype=p.dtype,
+                    requires_grad=p.requires_grad,
+                    group=groups.get(id(p)),
+                )
+        buffers = [
+            StageBuffer(
+                name=_plain(name), owner=topology.pp.rank, shape=tuple(b.shape), dtype=b.dtype
+            )
+            for name, b in item.named_buffers(remove_duplicate=False)
+        ]
+        return _Item(weights, buffers)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Weights of an item by their names within it, and its buffers."""
+
+    weights: dict[str, StageWeight]
+    buffers: list[StageBuffer]
+
 
 def _plain(name: str) -> str:
-    from lightning_megatron._torch import WRAPPER_NAMES
-
+    """Return the name of a tensor without those of wrappers."""
     for wrapper in WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name

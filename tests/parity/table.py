@@ -244,8 +244,7 @@ enter(
 
 # Modules of parallel layers, which any layout can hold.
 _OF_RANK_0 = "items of the PipelineSequential on pipeline rank 0 leave"
-_OF_ALL = r"(unites values of several parameters \(net\.|goes through all).*with pp=2 each rank has"
-_NUMBERS_OF_ALL = r"goes through all parameters and takes numbers of them \(float\)"
+_OF_ALL = r"net\.\w+\.\w+ is on pipeline rank \d, and with pp=2 a step has the weights of its own"
 _ELSEWHERE = r"item '{}' of the PipelineSequential is on pipeline stage {}"
 
 
@@ -278,8 +277,8 @@ enter(
     **dict.fromkeys(
         ("ClipsInHook", "NormOfEach", "NormalisesWeights", "HeadOnly", "Gathers"), _TOGETHER_TOO
     ),
-    StackedNorms={"also": ("zero 3",), **_staged(_OF_ALL)},
-    Vectors={"also": ("zero 3",), **_staged(_OF_ALL)},
+    StackedNorms={"also": ("zero 3",)},
+    Vectors={"also": ("zero 3",)},
     RecomputedPenalty={"also": ("zero 3",), **_on_one_stage(_OF_ALL)},
     NoisyWeights={"also": ("zero 3",)},
     NormedWeight={
@@ -296,24 +295,9 @@ enter(
     ByHand=_staged(r"pp=2, automatic_optimization=False"),
     LossesOfBlocks=_on_one_stage(rf"self\.losses: {_OF_RANK_0}"),
     HookedFeatures=_on_one_stage(rf"self\.features: {_OF_RANK_0}"),
-    SetsInHook=_on_one_stage(_ELSEWHERE.format("head", 1)),
-    PenaltyOfOne=_on_one_stage(_ELSEWHERE.format("up", 0)),
-    PenaltyTimesLoss=_on_one_stage(_ELSEWHERE.format("up", 0)),
-    NotesWeights=_staged(_NUMBERS_OF_ALL),
-    NotesState=_staged(_NUMBERS_OF_ALL),
-    LogsNorms=_staged(_OF_ALL),
-    NormByHand=_staged(_OF_ALL),
+    PenaltyOfOne=_on_one_stage(_OF_ALL),
+    PenaltyTimesLoss=_on_one_stage(_OF_ALL),
     Penalty=_on_one_stage(_OF_ALL),
-    # It is warned that it counts the parameters of a stage, where each number is true.
-    CountsParameters={
-        "aside": {"pp": ("weights", "notes", "logged")},
-        "warned": {
-            "pp": (
-                r"goes through all parameters and .*\(numel\), and with pp=2 each rank has those "
-                r"of its own stages"
-            )
-        },
-    },
 )
 enter(
     "whole weights",
@@ -335,11 +319,7 @@ enter(
         Entry,
         kinds=("one weight",),
         apart=("one weight",),
-        refused={
-            "one weight": (
-                r"goes through all parameters and takes numbers of them \(r?add\), and with pp=2"
-            )
-        },
+        refused={"one weight": _OF_ALL},
     ),
 )
 
