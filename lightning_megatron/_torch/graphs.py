@@ -102,7 +102,7 @@ def compare_memory_of_recomputed() -> None:
                 return known(x)
 
         # Torch's own is in a file that is never compiled; this one would be, for every shape.
-        checks["default"] = torch._disable_dynamo(of_memory)
+        checks["default"] = torch._disable_dynamo(of_memory)  # type: ignore[attr-defined]
 
 
 def runs_compiled_backward() -> bool:

@@ -117,8 +117,8 @@ class RemoteItem(nn.Module):
         stages: Stages | None = self.__dict__.get("shown_in")
         return self.__dict__["shell"] if stages is not None and stages.is_shown else None
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """The class for `isinstance`, beside its own."""
         shell = self._shell()
         return type(self) if shell is None else type(shell)
@@ -131,7 +131,7 @@ class RemoteItem(nn.Module):
         return found
 
     @property
-    def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
+    def _parameters(self) -> dict[str, Any]:
         return self._contents("_parameters")
 
     @_parameters.setter
@@ -139,7 +139,7 @@ class RemoteItem(nn.Module):
         self.__dict__["own_parameters"] = value
 
     @property
-    def _buffers(self) -> dict[str, Any]:  # type: ignore[override]
+    def _buffers(self) -> dict[str, Any]:
         return self._contents("_buffers")
 
     @_buffers.setter
@@ -147,7 +147,7 @@ class RemoteItem(nn.Module):
         self.__dict__["own_buffers"] = value
 
     @property
-    def _modules(self) -> dict[str, Any]:  # type: ignore[override]
+    def _modules(self) -> dict[str, Any]:
         return self._contents("_modules")
 
     @_modules.setter
@@ -191,8 +191,8 @@ class RemoteItem(nn.Module):
             given = self.__dict__
             raise AttributeError(
                 f"item {given.get('name')!r} of the PipelineSequential is on pipeline stage "
-                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: hooks of a "
-                "run, which see the weights of all stages, configure_model to set weights, or pp=1"
+                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: hooks of "
+                "a run, which see the weights of all stages, configure_model to set them, or pp=1"
             ) from None
 
     def __getitem__(self, index: Any) -> Any:

@@ -186,7 +186,7 @@ class StageWeights:
         twin = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         twin.requires_grad_(weight.requires_grad)
         made = self.tensor(None, twin, weight.owner, weight.name)
-        made._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter asks an instance
+        made._is_param = True  # what nn.Parameter asks an instance
         return made
 
     def tensor(self, own: Tensor | None, twin: Tensor, owner: int, name: str = "") -> StageTensor:
@@ -545,7 +545,7 @@ class StageWeights:
         inner = x.own if isinstance(x, StageTensor) else x
         if kind.startswith("set"):
             return self._set(func, x, inner, args[1:], kind, name)
-        if kind == "get grad" and not (self._is_weight(x, name) and self._gradients()[name]):
+        if kind == "get grad" and not (self._is_weight(x, name) and self._gradients()[str(name)]):
             return None
         found = None
         if inner is not None:
@@ -570,7 +570,7 @@ class StageWeights:
                 f"parameter has {tuple(twin.shape)}; nearest valid: values of that shape"
             )
         if kind == "set grad" and self._has_gradient is not None and self._is_weight(x, name):
-            self._has_gradient[name] = value is not None
+            self._has_gradient[str(name)] = value is not None
         if inner is not None:
             with self.within_stage(), EnableTorchFunction():
                 func(inner, *map(_value, values))

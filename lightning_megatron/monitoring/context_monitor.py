@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.context_pairs import pairs_by_rank, seen_by_position
+from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.services import services_if_any
@@ -112,7 +113,9 @@ class _Counting:
         length, context = whole.shape[1], self._context
         layout = ContextLayout(length, context.cp.size, context.order, context.tp)
         known: dict[tuple[bool, int | None], list[int]] = {}
-        for layer in trunk.modules():
+        with weights_in_parts():  # without those of other stages
+            layers = list(trunk.modules())
+        for layer in layers:
             if not isinstance(layer, ParallelLayer) or not hasattr(layer, "window"):
                 continue  # only layers with attention have a window
             window: Any = layer.window

@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.chunks import clean_name
 from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.layers.experts.router import Router, RouterStatistics
+from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.monitoring.rank_stats import (
     LabelledMetric,
     Values,
@@ -187,7 +188,9 @@ class ExpertMonitor(pl.Callback):
 
 def _routers(module: nn.Module) -> Iterator[tuple[str, Router]]:
     """Routers of this rank, by the names of their mixtures."""
-    for name, part in module.named_modules():
+    with weights_in_parts():  # without those of other stages
+        named = list(module.named_modules())
+    for name, part in named:
         if isinstance(part, Router):
             yield clean_name(name).removesuffix("router").rstrip("."), part
 

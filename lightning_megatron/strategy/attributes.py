@@ -25,7 +25,7 @@ from lightning_megatron._lightning import (
     is_of_hyper_parameters,
 )
 from lightning_megatron.comm.objects import dump, load
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron.layers.memory import on_memory, weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
 
 OF_A_PROCESS = (
@@ -110,9 +110,11 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         module: the user's.
         device: of this process.
     """
+    with weights_in_parts():  # without those of other stages
+        modules = dict(module.named_modules())
     before = {
         (path, name): value.keep()
-        for path, child in module.named_modules()
+        for path, child in modules.items()
         for name, content in attributes_of(child)
         if (value := value_of(content, device)) is not None
     }
@@ -120,7 +122,6 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        modules = dict(module.named_modules())
         for path, child in modules.items():
             for name, content in list(attributes_of(child)):
                 value, now = before.get((path, name)), value_of(content, device)

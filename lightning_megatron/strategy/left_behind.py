@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_megatron._torch import next_sequence_number, sequence_number
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.router import Router
+from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.pipeline.runner import StageBoundary
 from lightning_megatron.strategy.attribute_changes import is_open
@@ -114,7 +115,9 @@ class LeftBehind:
     def _found(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors with a graph in attributes of modules and in globals, by name."""
         seen = set[int]()
-        for path, child in self._module.named_modules():
+        with weights_in_parts():  # without those of other stages
+            named = list(self._module.named_modules())
+        for path, child in named:
             known = not_the_users(child)
             for name, content in vars(child).items():
                 if type(content) in _PLAIN or name in known:

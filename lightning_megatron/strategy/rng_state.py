@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.chunks import Chunk, clean_name
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_generators
 
@@ -155,6 +156,7 @@ def _layout(topology: Topology) -> dict[str, Any]:
     return {**degrees, "sequence_parallel": topology.sequence_parallel}
 
 
+@own_weights
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
     """Copies of what batch norms and the like gather in every forward."""
     found = {}

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_megatron._lightning import initial_states, training_sums
 from lightning_megatron.layers.experts.router import RouterStatistics
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.rollback import Rollback, counts_steps
 from lightning_megatron.strategy.run import Run
@@ -166,6 +167,7 @@ class StepRecovery:
     def _statistics(self) -> list[Tensor]:
         return [value.detach().clone() for value in self._statistics_now()]
 
+    @own_weights
     def _statistics_now(self) -> list[Tensor]:
         """Buffers that batch norms and the like update in every forward."""
         if self._tracked[0] is not self._run.parallel:
