@@ -102,6 +102,8 @@ class StageTensor(Tensor):
         own: the value, on ranks that have it; else None.
         twin: tensor on the meta device in its place.
         weight_name: of the weight; empty for what was computed.
+        origin: number of the functions and weights that it comes from, by which ranks compare
+            what they ask for.
         is_buffer: whether it stands for a buffer, whose values its own stage has only.
     """
 
@@ -112,6 +114,7 @@ class StageTensor(Tensor):
     own: Tensor | None
     twin: Tensor
     weight_name: str
+    origin: int
     is_buffer = False
 
     @classmethod
@@ -139,7 +142,7 @@ class StageTensor(Tensor):
             own = None if self.own is None else self.own.detach().clone()
             made = self.stages.tensor(own, self.twin.detach().clone(), self.owner, self.weight_name)
             made.twin.requires_grad_(self.twin.requires_grad)
-            made.is_buffer = self.is_buffer
+            made.is_buffer, made.origin = self.is_buffer, self.origin
             memo[id(self)] = made
             return made
 
@@ -346,46 +349,60 @@ class StageWeights:
             args, kwargs = self._with_values(func, (args, kwargs))
         if not any(self.owner_of(x) is not None for x in tree_flatten((args, kwargs))[0]):
             return _locked(func, func(*args, **kwargs))
+        if changed is not None:
+            return self._changed(func, args, kwargs, changed)
         try:
             twins = self._on_meta(func, args, kwargs)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
             # It depends on values, or is wrong: values show which.
-            if changed is not None:
-                raise
             args, kwargs = self._with_values(func, (args, kwargs))
             return func(*args, **kwargs)
-        return self._there(func, args, kwargs, changed, twins, owners, share=share)
+        return self._there(func, args, kwargs, twins, min(owners), share=share)
+
+    def _changed(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, changed: Any) -> Any:
+        """``func``, which changes a tensor of a stage, on the ranks that have it."""
+        if _name(func) in _RESHAPES:
+            raise ConfigError(
+                f"{_name(func)}_: changes the shape of a weight of a pipeline stage in place; "
+                "nearest valid: the same function without an underscore at its end"
+            )
+        self._run(func, args, kwargs)
+        return changed
+
+    def _run(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """``func`` where its tensors are; elsewhere None, after what it draws."""
+        given = tree_flatten((args, kwargs))[0]
+        if not any(isinstance(x, StageTensor) and x.own is None for x in given):
+            with self.within_stage(), EnableTorchFunction():
+                return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        if rule_of(func) in (rules.drawn_like, rules.dropout) or _draws(func):
+            self._draw(func, args, kwargs)
+        return None
 
     def _there(
         self,
         func: Callable[..., Any],
         args: Args,
         kwargs: Kwargs,
-        changed: Any,
         twins: Any,
-        owners: set[int],
+        owner: int,
         *,
         share: bool,
     ) -> Any:
         """``func`` on the ranks that have its tensors; ``twins`` are its results on meta."""
-        owner = self.owner_of(changed) if changed is not None else min(owners)
-        assert owner is not None
         given = tree_flatten((args, kwargs))[0]
         is_here = not any(isinstance(x, StageTensor) and x.own is None for x in given)
-        found: Any = twins
-        if is_here:
-            with self.within_stage(), EnableTorchFunction():
-                found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
-        elif rule_of(func) in (rules.drawn_like, rules.dropout) or _draws(func):
-            self._draw(func, args, kwargs)
-        if changed is not None:
-            return changed
+        found = self._run(func, args, kwargs)
+        found = found if is_here else twins
         results, leaves = tree_flatten(twins)[0], tree_flatten(found)[0]
+        origin = self._origin(_name(func), given)
         made = {
             id(leaf): self.tensor(leaf if is_here else None, twin, owner)
             for leaf, twin in zip(leaves, results, strict=True)
             if isinstance(leaf, Tensor)
         }
+        for number, x in enumerate(made.values()):
+            x.origin = origin + number
         if share and all(x.dim() for x in given if self.owner_of(x) is not None):
             numbers = [
                 (key, x) for key, x in made.items() if not x.twin.dim() and not x.twin._is_view()
@@ -498,11 +515,20 @@ class StageWeights:
         largest, smallest = mine.tolist()
         if largest != -smallest:
             raise ConfigError(
-                f"{what}: the ranks of the pipeline ask for values of different weights, here of "
-                f"{', '.join(n for n in names if n) or 'what was computed of weights'}; code of a "
-                "hook must do the same on every rank: nearest valid: self.parameters(), which "
+                f"{what}: the ranks of the pipeline ask for values of different weights; code of "
+                "a hook must do the same on every rank; nearest valid: self.parameters(), which "
                 "has those of all stages on each, without a condition on the rank"
             )
+
+    def _origin(self, what: str, tensors: Iterable[Any]) -> int:
+        """Number of what a function gives of tensors of stages; the same on all ranks."""
+        sources = [
+            (x.origin if isinstance(x, StageTensor) else self._name_of(x), self.owner_of(x))
+            for x in tensors
+            if self.owner_of(x) is not None
+        ]
+        told = [o if isinstance(o, int) else zlib.crc32(str(o).encode()) for o, _ in sources]
+        return zlib.crc32(f"{what} {told} {[owner for _, owner in sources]}".encode())
 
     def _name_of(self, weight: Tensor) -> str | None:
         place = place_of(weight)
@@ -553,8 +579,9 @@ class StageWeights:
                 found = func(inner)
             if found is None:
                 return None
-        twin = self._twin(x).detach()
-        return self.tensor(found, twin, owner)
+        made = self.tensor(found, self._twin(x).detach(), owner)
+        made.origin = self._origin(kind, [x])
+        return made
 
     def _set(
         self, func: Any, x: Tensor, inner: Tensor | None, values: Args, kind: str, name: str | None
@@ -694,6 +721,12 @@ _OF_LEARNING = frozenset(
     )
 )
 """What tells or sets how a tensor learns, which its memory knows, and not what stands for it."""
+_RESHAPES = frozenset(
+    (
+        *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as"),
+        *("set", "as_strided", "swap"),
+    )
+)
 _NEW = frozenset(
     (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
 )

@@ -258,6 +258,7 @@ class WeightParts:
                 for tensor in (weight, weight.grad):
                     _unmark(tensor, is_weight=tensor is weight)
         self._parts = []
+        _PIPELINE.runs = False
 
 
 def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:

@@ -1,5 +1,6 @@
 """What hooks and steps find out about weights in parts is that of one process, or an error."""
 
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -333,3 +334,92 @@ def penalise(layout: Mapping[str, Any]) -> None:
 def test_a_penalty_on_the_weights_of_one_stage_is_refused(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="with pp=2 a step has the weights of its own stage"):
         pool.run(2, penalise, {"pp": 2}, grace=0.2)
+
+
+class AsksByRank(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(list(self.parameters())[self.global_rank].norm())
+
+
+class SumsBuffers(Looking):
+    """Buffers of items: a hook may set those of all stages, and reads those of its own only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.first.register_buffer("counts", torch.ones(3))
+        self.net.head.register_buffer("counts", torch.ones(3))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for buffer in self.buffers():
+            buffer.fill_(2.0)
+        self.note(sum(buffer.sum() for buffer in self.buffers()))
+
+
+class ReshapesInPlace(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.head.weight.data.t_()
+
+
+class PicklesWeights(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pickle.dumps(self.state_dict())
+
+
+class DifferentiatesInHook(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.net.head.weight
+        torch.autograd.grad(weight.norm(), [weight])
+
+
+REFUSED_IN_HOOKS = {
+    AsksByRank: "norm: the ranks of the pipeline ask for values of different weights",
+    SumsBuffers: r"sum: counts is a buffer on pipeline rank [01].*lightning_megatron\.gather",
+    ReshapesInPlace: "t_: changes the shape of a weight of a pipeline stage in place",
+    PicklesWeights: "stands for a weight of another pipeline stage cannot be pickled",
+    DifferentiatesInHook: "autograd.grad of weights of pipeline stages, in a hook",
+}
+
+
+def run_refused(kind: type[Looking]) -> str:
+    try:
+        make_trainer({"pp": 2}, 2).fit(kind(), loader())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trains"
+
+
+@pytest.mark.parametrize("kind", REFUSED_IN_HOOKS, ids=lambda kind: kind.__name__)
+def test_hooks_are_refused_what_stages_cannot_tell(pool: WorkerPool, kind: type[Looking]) -> None:
+    for said in pool.run(2, run_refused, kind):
+        assert re.search(f"ConfigError: .*{REFUSED_IN_HOOKS[kind]}", said)
+
+
+def look_after_run() -> list[Any]:
+    """What a module of a pipeline is before, during and after a run."""
+
+    class Notes(Looking):
+        def on_train_batch_end(self, *_: Any) -> None:
+            kinds.append([type(m) for m in self.net.modules() if isinstance(m, nn.Linear)])
+            names.append([name for name, _ in self.named_parameters()])
+            shapes.append([p.shape for p in self.parameters()])
+
+    kinds: list[Any] = []
+    names: list[Any] = []
+    shapes: list[Any] = []
+    module = Notes()
+    trainer = make_trainer({"pp": 2}, 2)
+    trainer.fit(module, loader())
+    left = [type(p) for p in module.parameters()] + [
+        type(group["params"]) for group in trainer.optimizers[0].param_groups
+    ]
+    return [[len(k) for k in kinds], names[0], shapes[0], left]
+
+
+def test_hooks_find_the_modules_of_all_stages(pool: WorkerPool) -> None:
+    alone = Looking()
+    for counts, names, shapes, left in pool.run(2, look_after_run):
+        # Two of torch's, each as what it is or as what stands for it, and as its own class.
+        assert set(counts) == {2}
+        assert names == [name for name, _ in alone.named_parameters()]
+        assert shapes == [p.shape for p in alone.parameters()]
+        assert set(left) == {nn.Parameter, list}
