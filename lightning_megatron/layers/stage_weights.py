@@ -197,13 +197,8 @@ class StageWeights:
         device = self.topology.device if own is None else own.device
         with DisableTorchFunctionSubclass():
             made: StageTensor = stand_in(StageTensor, twin, twin.shape, device)
-        made.stages, made.owner, made.own, made.twin, made.weight_name = (
-            self,
-            owner,
-            own,
-            twin,
-            name,
-        )
+        made.stages, made.owner, made.own, made.twin = self, owner, own, twin
+        made.weight_name, made.origin = name, zlib.crc32(name.encode())
         return made
 
     def weight(self, name: str) -> Tensor:
