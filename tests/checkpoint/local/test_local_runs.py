@@ -14,10 +14,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_megatron import PipelineSequential
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.layers import MixtureOfExperts, RouterConfig
 from lightning_megatron.testing import WorkerPool
 from tests.checkpoint.damage import flip
 from tests.checkpoint.local.local_training import checkpoints, disk, lose, train
+from tests.checkpoint.older import make_format_3
 from tests.strategy.resuming import WIDTH, Block, Noisy, differences
 
 TP = {"tp": 2, "zero": 1}
@@ -104,6 +106,19 @@ def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None
     assert_goes_on(whole(1), rest, (1, 0), "step=00000003.ckpt")
 
 
+def test_what_an_earlier_version_has_left(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None:
+    """Its list of files beside the manifest is not needed, and its files are deleted as others."""
+    pool.run(2, train, tmp_path, [0, 1], TP, crash=4)
+    for path in (path for node in (0, 1) for path in checkpoints(tmp_path, node)):
+        make_format_3(path)
+        (path / "local.json").write_text("{}")
+        (path / "node").write_text("1")
+    (checkpoints(tmp_path, 1)[-1] / "manifest.0.json").unlink()
+    rest = pool.run(2, train, tmp_path, [0, 1], TP, seed=8)
+    assert_goes_on(whole(1), rest, (1, 2), "step=00000004.ckpt")
+    assert checkpoints(tmp_path, 0) == checkpoints(tmp_path, 1) == []
+
+
 class Mixed(nn.Module):
     """Adds the output of experts, among which a bias keeps the balance."""
 
@@ -157,6 +172,17 @@ def test_two_nodes_of_which_none_has_all(pool: WorkerPool, tmp_path: Path) -> No
     lose(tmp_path, 0)
     rest = pool.run(2, train, tmp_path, [1, 2], layout, **options)
     assert begun_at(rest) == {"step=4.ckpt"}
+
+
+def test_the_manifest_of_a_node_is_damaged(pool: WorkerPool, tmp_path: Path) -> None:
+    """Only that node has its shards: they count, by the manifest of the other."""
+    layout: dict[str, Any] = {"pp": 2, "num_microbatches": 2}
+    pool.run(2, train, tmp_path, [0, 1], layout, crash=3, replicas=0)
+    damaged = checkpoints(tmp_path, 0)[-1] / "manifest.json"
+    flip(damaged, 900)
+    rest = pool.run(2, train, tmp_path, [0, 1], layout, crash=4, replicas=0)
+    assert begun_at(rest) == {"step=00000003.ckpt"}
+    assert read_manifest(damaged.parent).step == 3
 
 
 @pytest.mark.thorough

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from lightning_megatron.checkpoint.chunks import Chunk, whole
 from lightning_megatron.checkpoint.collective_io import save_directory
 from lightning_megatron.checkpoint.directory.chunk_runs import Run, compress
-from lightning_megatron.checkpoint.directory.coverage import coverage_fault, run_coverage_fault
-from lightning_megatron.checkpoint.directory.dcp_metadata import parts_of, read_metadata
-from lightning_megatron.checkpoint.directory.index import ShardIndex
-from lightning_megatron.checkpoint.directory.manifest import Manifest, TensorEntry, read_manifest
+from lightning_megatron.checkpoint.directory.coverage import (
+    coverage_fault,
+    overlapping,
+    run_coverage_fault,
+    tensor_faults,
+)
+from lightning_megatron.checkpoint.directory.dcp_metadata import manifest_of, read_metadata
+from lightning_megatron.checkpoint.directory.manifest import TensorEntry, read_manifest
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
-from lightning_megatron.checkpoint.offline.offline_writer import FileContent, write_in_parts
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.damage import rewrite_manifest, save
 
 
 def boxes(*pairs):
@@ -94,21 +98,23 @@ def test_index_that_numbers_objects_up_to_the_memory_is_refused(tmp_path):
         read_metadata(tmp_path)
 
 
-def test_manifests_and_pickle_carry_the_same_index(index):
+def test_the_export_says_what_the_manifest_does(index):
     metadata, path = index
-    manifest = read_manifest(path)
-    tensors, parts, faults = parts_of(metadata)
-    ours = ShardIndex(path, manifest)
-    assert (tensors, faults) == (dict(manifest.tensors), [])
-    assert [ours.part(number).tensors for number in ours.numbers] == [
-        part.tensors for part in parts.values()
-    ]
+    ours, theirs = read_manifest(path), manifest_of(metadata, read_manifest(path).files)
+    assert theirs.tensors == ours.tensors
+    assert theirs.writers == ours.writers == [0]
+    assert {n: tuple(c) for n, c in theirs.part(path, 0).items()} == ours.part(path, 0)
 
 
-def test_unknown_dtype_is_refused():
-    entry = TensorEntry(dtype="load", shape=(), runs=())
-    with pytest.raises(DamagedCheckpointError, match="a: there is no dtype 'load'"):
-        ShardIndex(None, Manifest(tensors={"a": entry}))
+def test_unknown_dtype_is_refused(tmp_path):
+    entry = TensorEntry(dtype="load", shape=(), runs=(Run(part=0, offsets=(), sizes=()),))
+    assert tensor_faults({"a": entry}) == ["a: torch has no dtype 'load'"]
+    save(tmp_path / "a.ckpt")
+    tensors = read_manifest(tmp_path / "a.ckpt").tensors
+    later = replace(tensors["model.0.bias"], dtype="float1")
+    rewrite_manifest(tmp_path / "a.ckpt", tensors={**tensors, "model.0.bias": later})
+    with pytest.raises(DamagedCheckpointError, match="model.0.bias: torch has no dtype 'float1'"):
+        CheckpointReader(tmp_path / "a.ckpt", alone=True)
 
 
 @pytest.fixture
@@ -119,7 +125,7 @@ def index(tmp_path):
 
 
 def check_metadata(metadata, path):
-    return ShardIndex.of_metadata(path, metadata, read_manifest(path).files)
+    return manifest_of(metadata, read_manifest(path).files)
 
 
 def test_good_index_is_accepted(index):
@@ -130,27 +136,22 @@ def _info(metadata):
     return next(iter(metadata.storage_data.values()))
 
 
-def _last(metadata):
-    return max(metadata.storage_data.values(), key=lambda info: info.offset)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda m: m.state_dict_metadata["model.a"].chunks.clear(), "model.a: only 0 of 6"),
         (
             lambda m: setattr(m.state_dict_metadata["model.a"], "size", torch.Size([10**12])),
-            "model.a: chunk",
+            "model.a: only 6 of|model.a: chunk",
         ),
         (lambda m: m.state_dict_metadata.update(c="x"), "c: not a tensor"),
         (lambda m: setattr(m.state_dict_metadata["model.a"], "chunks", [1]), "model.a: damaged"),
         (lambda m: m.storage_data.clear(), "in no file"),
-        (lambda m: setattr(_info(m), "relative_path", "../x"), "not in the manifest"),
-        (lambda m: setattr(_info(m), "relative_path", "/etc/passwd"), "not in the manifest"),
+        (lambda m: setattr(_info(m), "relative_path", "../x"), "there is no file"),
+        (lambda m: setattr(_info(m), "relative_path", "/etc/passwd"), "there is no file"),
         (lambda m: setattr(_info(m), "length", 3), "exceeds file"),
         (lambda m: setattr(_info(m), "offset", 10**6), "exceeds file"),
         (lambda m: setattr(_info(m), "offset", -1), "exceeds file"),
-        (lambda m: setattr(_last(m), "offset", 5), "two chunks claim the same bytes"),
     ],
 )
 def test_damaged_index_is_refused(index, damage, message):
@@ -192,7 +193,7 @@ def test_what_overlaps_is_found(rows, columns, wanted):
     sizes = tuple(min(1 + w, n - b) for w, n, b in zip(wanted[2:], shape, begin, strict=True))
     entry = TensorEntry(dtype="float32", shape=shape, runs=compress(cells))
     assert run_coverage_fault(shape, entry.runs) is None
-    found = ShardIndex(None, Manifest(tensors={"a": entry})).overlapping("a", (begin, sizes))
+    found = overlapping(entry, (begin, sizes))
     assert sorted(found) == [
         (number, (o, s))
         for number, (o, s) in cells
@@ -201,18 +202,3 @@ def test_what_overlaps_is_found(rows, columns, wanted):
     if len(cells) > 1:
         lost = replace(entry, runs=compress(cells[:-1]))
         assert "elements are stored" in run_coverage_fault(shape, lost.runs)
-
-
-def test_parts_are_forgotten_when_they_are_many(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_megatron.checkpoint.directory.index._KEPT_CHUNKS", 2)
-    rows = torch.arange(8.0).reshape(4, 2)
-    chunks = [
-        {"a": Chunk(tensor=rows[i : i + 1], full_shape=(4, 2), offsets=(i, 0))} for i in range(4)
-    ]
-    parts = [FileContent(planned=chunk, load=lambda chunk=chunk: chunk) for chunk in chunks]
-    write_in_parts(tmp_path / "a.ckpt", parts, {})
-    reader = CheckpointReader(tmp_path / "a.ckpt", alone=True)
-    value = whole(torch.zeros(4, 2))
-    reader.read({"model.a": value})
-    assert torch.equal(value.tensor, rows)
-    assert sorted(reader.index._kept) == [2, 3]
