@@ -1,6 +1,6 @@
 """`save_directory` and `load_directory`: on all ranks together, or in one process.
 
-Saving is described in save_plan.py. Loading checks manifest, sizes, hashes and index first, then
+Saving is described in save_plan.py. Loading checks manifest, sizes and hashes first, then
 names and shapes against the module and its optimizers, and reads values only then.
 """
 

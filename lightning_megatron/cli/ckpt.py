@@ -203,7 +203,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _index(options: argparse.Namespace) -> int:
     # Late: the other commands need not wait for torch.
     from lightning_megatron.checkpoint.directory.commit import write_durably
-    from lightning_megatron.checkpoint.directory.dcp_metadata import pickled_index
+    from lightning_megatron.checkpoint.directory.dcp_metadata import pickled_metadata
     from lightning_megatron.checkpoint.load.reader import CheckpointReader
 
     reader = CheckpointReader(local_path(options.path), alone=True)
@@ -211,7 +211,7 @@ def _index(options: argparse.Namespace) -> int:
     made = manifest.file(METADATA_FILE) not in manifest.files
     if made:
         parts = (manifest.part(directory, number) for number in manifest.writers)
-        content = pickled_index(manifest.tensors, parts)
+        content = pickled_metadata(manifest.tensors, parts)
         assert isinstance(directory, Path)
         (directory / METADATA_FILE).unlink(missing_ok=True)
         write_durably(directory / METADATA_FILE, content)

@@ -53,7 +53,7 @@ MOST_CHUNKS = 50_000
 about a second of one process."""
 
 
-def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> bytes:
+def pickled_metadata(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> bytes:
     """Return the content of ``.metadata``.
 
     Args:
@@ -146,7 +146,7 @@ def manifest_of(metadata: Metadata, files: Mapping[str, FileEntry]) -> Manifest:
     """Return the manifest of a directory that another library wrote.
 
     Args:
-        metadata: its index.
+        metadata: its ``.metadata``.
         files: its files, with their sizes.
 
     Raises:

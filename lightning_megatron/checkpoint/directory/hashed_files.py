@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 LARGEST_TEXT = 1 << 30
-"""Bytes of a JSON file or index that is read as a whole."""
+"""Most bytes of a file of text, or of an index of another library, that is read as a whole."""
 
 _SEAL = re.compile(r',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_LENGTH = len(',\n "sha256": ""\n}\n') + 64

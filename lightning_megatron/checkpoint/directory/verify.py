@@ -78,7 +78,7 @@ def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Pee
 
 def foreign_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Return the files in the directory that do not belong to the checkpoint; none is ever read."""
-    known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an index may have been made later
+    known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an export may have been made later
     return sorted(path.name for path in directory.iterdir() if path.name not in known)
 
 

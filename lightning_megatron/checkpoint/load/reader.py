@@ -88,7 +88,7 @@ class CheckpointReader:
         self.manifest = read_manifest(self.directory)
 
     def _read(self) -> list[str]:
-        """Read what every rank needs; return the faults of this rank's share of the index."""
+        """Read what every rank needs; return the faults of this rank's share of the tensors."""
         content = read_state_files(self.directory, self.manifest)
         self.state: dict[str, Any] = content["state"]
         self.extras: dict[str, Any] = content["extras"]
@@ -148,7 +148,7 @@ class CheckpointReader:
 
         Raises:
             ConfigError: the checkpoint has no such tensor, or the tensor no such index.
-            DamagedCheckpointError: a file does not hold what the index says.
+            DamagedCheckpointError: a file does not hold what the manifest says.
         """
         stored = self.stored_name(name)
         if stored is None:

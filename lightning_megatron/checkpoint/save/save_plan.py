@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.chunks import Chunk, chunks_of
 from lightning_megatron.checkpoint.directory.commit import Staging, staging_for
-from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_index
+from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_metadata
 from lightning_megatron.checkpoint.directory.hashed_files import FileEntry, encoded, entry_of
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
@@ -231,7 +231,7 @@ class PlannedSave:
         contents = self.state_files.files()
         parts = [report.part for report in reports if report.part is not None]
         if len(parts) == len(reports):
-            contents = {METADATA_FILE: pickled_index(self.plan.tensors, parts), **contents}
+            contents = {METADATA_FILE: pickled_metadata(self.plan.tensors, parts), **contents}
         else:
             logger.info(
                 "%s has %d chunks: %s, which torch.distributed.checkpoint reads, is left out; "
