@@ -4,7 +4,8 @@ A restart may place processes on other nodes, and files may be lost, so everythi
 One rank of each node lists the files there, by names and sizes. The first rank merges the lists,
 newest first. No node has all files, but each has the manifest, which lists them all. Directories
 whose manifests are equal to the byte belong to one checkpoint, and only their files are put
-together; a step that was saved twice is not mistaken for another.
+together; a step that was saved twice is not mistaken for another. Where a node's manifest is damaged,
+another's says what the files beside it are.
 
 All ranks open a checkpoint together: every file is compared with its hash on one of the nodes that
 have it, if possible on the one that wrote it. A damaged file is renamed, and another node's copy is
@@ -281,7 +282,7 @@ class _NodeShare:
             if not self.nodes.is_leader(self.peers.rank):
                 return
             if not file.is_file() or file.read_bytes() != text.encode():
-                file.write_text(text)
+                file.write_bytes(text.encode())
 
         self.peers.run(self.what, each, lambda _: None)
 
