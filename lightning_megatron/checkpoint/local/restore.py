@@ -4,8 +4,8 @@ A restart may place processes on other nodes, and files may be lost, so everythi
 One rank of each node lists the files there, by names and sizes. The first rank merges the lists,
 newest first. No node has all files, but each has the manifest, which lists them all. Directories
 whose manifests are equal to the byte belong to one checkpoint, and only their files are put
-together; a step that was saved twice is not mistaken for another. Where a node's manifest is damaged,
-another's says what the files beside it are.
+together; a step that was saved twice is not mistaken for another. Where the manifest of a node is
+damaged, that of another says what the files beside it are.
 
 All ranks open a checkpoint together: every file is compared with its hash on one of the nodes that
 have it, if possible on the one that wrote it. A damaged file is renamed, and another node's copy is
