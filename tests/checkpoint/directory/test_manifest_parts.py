@@ -117,8 +117,9 @@ def test_parts_that_are_not_what_was_written_are_refused(path):
 
 
 def test_a_part_that_says_something_else_is_refused(path):
-    chunks = part_at(path, 1)["model.rows"]
-    for part in ({}, {"model.rows": [replace(chunks[0], offsets=(3, 0))]}):
+    (chunk,) = part_at(path, 1)["model.rows"]
+    others = [replace(chunk, offsets=(3, 0)), replace(chunk, sizes=(2, 3))]
+    for part in ({}, *({"model.rows": [other]} for other in others)):
         rewrite_part(path, 1, part)
         with pytest.raises(DamagedCheckpointError, match=r"the chunk at \(2, 0\) is not in part 1"):
             load_full_state_dict(path)
