@@ -8,7 +8,8 @@ together; a step that was saved twice is not mistaken for another. Where the man
 damaged, that of another says what the files beside it are.
 
 All ranks open a checkpoint together: every file is compared with its hash on one of the nodes that
-have it, if possible on the one that wrote it. A damaged file is renamed, and another node's copy is
+have it, if possible on that of the rank with the number of its writer, which needs it under the
+same layout. A damaged file is renamed, and another node's copy is
 compared. If a good copy of every file is left, the checkpoint is whole. Nodes that lack the small
 files get them then.
 
@@ -22,7 +23,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from lightning_megatron.checkpoint.load.dcp_reader import files_of
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.directory import check_room, checkpoints_in
 from lightning_megatron.checkpoint.local.nodes import Nodes
-from lightning_megatron.checkpoint.local.save import OWN_FILE
 from lightning_megatron.checkpoint.local.transfer import Transfer, exchange
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, summary
@@ -173,22 +172,19 @@ class _NodeShare:
         self.nodes = stock.nodes
         leads = self.nodes.is_leader(self.peers.rank)
 
-        def each() -> tuple[set[str], set[str], str]:
+        def each() -> tuple[set[str], str]:
             if not leads:
-                return set(), set(), ""
+                return set(), ""
             path = stock.known(candidate)
             if path is None:
-                return set(), set(), str(stock.made(candidate, self.manifest.size))
-            present, ranks = sizes(path), _ranks(path)
-            files = self.manifest.files.items()
-            held = {name for name, entry in files if present.get(name) == entry.size}
-            return held, {name for name in held if _writer(name) in ranks}, str(path)
+                return set(), str(stock.made(candidate, self.manifest.size))
+            present, files = sizes(path), self.manifest.files.items()
+            return {name for name, entry in files if present.get(name) == entry.size}, str(path)
 
         parts = self.peers.run(what, each, lambda parts: parts)
         leaders = [self.nodes.ranks(node)[0] for node in range(self.nodes.count)]
         self._held = [parts[leader][0] for leader in leaders]
-        self._own = [parts[leader][1] for leader in leaders]
-        self.directory = Path(parts[leaders[self.node]][2])
+        self.directory = Path(parts[leaders[self.node]][1])
         self._sound: list[set[str]] = [set() for _ in leaders]
         """Files of each node that equal their hashes."""
         self.fetched = 0
@@ -213,8 +209,8 @@ class _NodeShare:
                 if not holders:
                     lost.append(name)
                     continue
-                own = [node for node in holders if name in self._own[node]]
-                chosen = (own or holders)[0]
+                reader = self._reader(name)
+                chosen = reader if reader in holders else holders[0]
                 share.setdefault(chosen, []).append(name)
             if lost:
                 reason = f"; {summary(damaged)}" if damaged else ""
@@ -225,6 +221,12 @@ class _NodeShare:
             if not share:
                 return
             damaged += self._compare(share)
+
+    def _reader(self, name: str) -> int | None:
+        """Return the node of the rank with the number of a file's writer; None if there is none."""
+        found = _WRITER.match(name)
+        rank = self.peers.size if found is None else int(found[1])
+        return self.nodes.of_rank[rank] if rank < self.peers.size else None
 
     def _compare(self, share: Mapping[int, Sequence[str]]) -> list[str]:
         """Compare files of each node with their hashes; return the faults."""
@@ -342,19 +344,6 @@ class _NodeShare:
                 load[target] += size
                 found.append(Transfer(name=name, source=source, target=target))
         return found
-
-
-def _ranks(directory: Path) -> set[int]:
-    """Return the ranks that wrote a checkpoint on this node."""
-    with suppress(OSError, ValueError):
-        return set(map(int, (directory / OWN_FILE).read_text().split()))
-    return set()
-
-
-def _writer(name: str) -> int | None:
-    """Return the rank that wrote a file; None for files of all nodes."""
-    found = _WRITER.match(name)
-    return None if found is None else int(found[1])
 
 
 class LocalReader(CheckpointReader):

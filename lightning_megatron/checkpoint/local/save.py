@@ -36,9 +36,6 @@ from lightning_megatron.checkpoint.save.save_plan import (
 from lightning_megatron.checkpoint.save.write_error import write_error
 from lightning_megatron.errors import CheckpointError, summary
 
-OWN_FILE = "node"
-"""File with the ranks that the node had when it wrote the checkpoint."""
-
 
 @dataclass(frozen=True)
 class _Small:
@@ -178,8 +175,6 @@ class LocalSave:
             raise CheckpointError(f"copies for other nodes: {summary(faults)}")
         for staging in made:
             try:
-                ranks = self._nodes.ranks(self._nodes.of_rank[peers.rank])
-                staging.write(OWN_FILE, " ".join(map(str, ranks)).encode())
                 for name, content in small.contents.items():
                     staging.write(name, content)
             except OSError as error:
