@@ -1,10 +1,10 @@
 """What a save and a load of a thousand ranks cost each of them, without their tensors.
 
 The ranks of a layout of tp=8 and ZeRO over the rest are taken one by one, each in a process of its
-own that does what this rank would do: plan, write its part of the manifests, write the root, read
-as a rank of another layout, verify. Matrices are cut along their first or their second dimension by
-tensor parallelism, some into pieces of unequal size; vectors are the same on all tp ranks. What is
-not in the figures: the network, and the tensors themselves.
+own that does what this rank would do: plan, write its part of the manifest, write the rest of it,
+read as a rank of another layout, verify. Matrices are cut along their first or their second
+dimension by tensor parallelism, some into pieces of unequal size; vectors are the same on all tp
+ranks. What is not in the figures: the network, and the tensors themselves.
 
     python -m benchmarks.checkpoint_scale --tensors 1200 4100
 """
@@ -27,22 +27,23 @@ import torch
 
 from benchmarks.harness import parser, report
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
-from lightning_megatron.checkpoint.directory.index import ShardIndex
+from lightning_megatron.checkpoint.directory.coverage import overlapping, tensor_faults
+from lightning_megatron.checkpoint.directory.hashed_files import (
+    FileEntry,
+    encoded,
+    entry_of,
+    read_entry,
+)
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
+    ChunkEntry,
     Manifest,
-    PartEntry,
+    Part,
     TensorEntry,
+    part_file,
+    part_text,
     read_manifest,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import (
-    ChunkEntry,
-    FileEntry,
-    RankManifest,
-    entry_of,
-    part_file,
-)
-from lightning_megatron.checkpoint.directory.sealed_text import encoded
 from lightning_megatron.checkpoint.save.write_assignment import (
     OFFERS_EACH,
     Offer,
@@ -120,21 +121,19 @@ def build(directory: Path, tensors: int, ranks: int) -> int:
             for name, positions in mine.items():
                 written[rank][name] += [offers[rank][name][3][p] for p in positions]
     entries: dict[str, FileEntry] = {}
-    parts: dict[str, PartEntry] = {}
     for rank, mine_ in enumerate(written):
-        part = part_of_rank(rank, mine_)
-        content = part.to_json().encode()
-        name = part_file(rank)
+        content = part_text(part_of_rank(rank, mine_)).encode()
+        name, shard = part_file(rank), f"__{rank}_0.distcp"
         (directory / name).write_bytes(content)
-        entries |= {**part.files, name: entry_of(content)}
-        parts[name] = PartEntry(number=rank, files=tuple(part.files), count=part.count)
+        digest = hashlib.sha256(shard.encode()).hexdigest()
+        entries |= {shard: FileEntry(size=1 << 40, sha256=digest), name: entry_of(content)}
     (directory / "tables").write_bytes(pickle.dumps([pickle.dumps(t) for t in tables]))
-    (directory / "files").write_bytes(pickle.dumps((entries, parts)))
+    (directory / "files").write_bytes(pickle.dumps(entries))
     (directory / "rank").write_bytes(pickle.dumps(dict(written[ranks // 2])))
     return sum(entry.count for table in tables for entry in table.values())
 
 
-def part_of_rank(rank: int, written: dict[str, list[Rectangle]]) -> RankManifest:
+def part_of_rank(rank: int, written: dict[str, list[Rectangle]]) -> Part:
     """The part of a rank that has written these rectangles."""
     file, end = f"__{rank}_0.distcp", 0
     held_: dict[str, tuple[ChunkEntry, ...]] = {}
@@ -147,8 +146,7 @@ def part_of_rank(rank: int, written: dict[str, list[Rectangle]]) -> RankManifest
             )
             end += length
         held_[name] = tuple(chunks)
-    files = {file: FileEntry(size=end, sha256=hashlib.sha256(file.encode()).hexdigest())}
-    return RankManifest(number=rank, files=files, tensors=held_)
+    return held_
 
 
 # What one rank does: each returns the step, ready to be measured, and what it came to.
@@ -167,15 +165,15 @@ def plan(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
 
 
 def root(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
-    """Rank 0: from what planners and writers report to a root that is written and hashed."""
+    """Rank 0: from what planners and writers report to a manifest that is written and hashed."""
     yield None
     tables = pickle.loads((directory / "tables").read_bytes())
-    entries, parts = pickle.loads((directory / "files").read_bytes())
+    entries = pickle.loads((directory / "files").read_bytes())
     yield None
     found: dict[str, TensorEntry] = {}
     for table in tables:
         found |= pickle.loads(table)
-    manifest = Manifest(written=1.0, files=entries, parts=parts, tensors=found)
+    manifest = Manifest(written=1.0, files=entries, tensors=found)
     content = encoded(MANIFEST_FILE, manifest.to_json())
     (directory / MANIFEST_FILE).write_bytes(content)
     yield f"{len(content) / 1e6:.2f} MB"
@@ -186,47 +184,49 @@ def part(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
     written = pickle.loads((directory / "rank").read_bytes())
     yield None
     yield None
-    content = encoded("part", part_of_rank(ranks // 2, written).to_json())
+    content = encoded("part", part_text(part_of_rank(ranks // 2, written)))
     (directory / "a part").write_bytes(content)
     entry_of(content)
     yield f"{len(content) / 1e6:.2f} MB"
 
 
 def read(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
-    """A rank of half as many: root, then the places of all of its rectangles."""
+    """A rank of half as many: manifest, then the places of all of its rectangles."""
     yield None
     yield None
-    index = ShardIndex(directory, read_manifest(directory))
+    manifest = read_manifest(directory)
     needed: set[int] = set()
     for number in range(tensors):
         _, rectangle = held(number, ranks // 4 + 1, ranks // 2)
         if rectangle is not None:
-            needed |= {p for p, _ in index.overlapping(name_of(number), rectangle)}
-    places = sum(len(index.part(number).tensors) for number in sorted(needed))
+            needed |= {p for p, _ in overlapping(manifest.tensors[name_of(number)], rectangle)}
+    places = sum(len(manifest.part(directory, number)) for number in sorted(needed))
     yield f"{len(needed)} parts opened, {places} tensors in them"
 
 
 def verify(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
-    """The same rank's share of checking the index."""
-    index = ShardIndex(directory, read_manifest(directory))
+    """The same rank's share of checking the tensors."""
+    manifest = read_manifest(directory)
     yield None
     yield None
-    assert index.faults(ranks // 4 + 1, ranks // 2) == []
+    assert tensor_faults(manifest.tensors, ranks // 4 + 1, ranks // 2) == []
     yield ""
 
 
 def verify_alone(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
-    """One process, as `lightning-megatron ckpt verify`: root, all parts, their hashes."""
+    """One process, as `lightning-megatron ckpt verify`: manifest, tensors, hashes of the parts."""
     yield None
     yield None
-    index = ShardIndex(directory, read_manifest(directory))
-    assert index.faults() == []
-    yield f"{len(index.numbers)} parts"
+    manifest = read_manifest(directory)
+    assert tensor_faults(manifest.tensors) == []
+    for number in range(ranks):
+        assert read_entry(directory / part_file(number)) == manifest.files[part_file(number)]
+    yield f"{ranks} parts"
 
 
 ROLES: dict[str, Callable[[Path, int, int], Iterator[Any]]] = {
     "rank 0: plan": plan,
-    "rank 0: write the root": root,
+    "rank 0: write the manifest": root,
     "any rank: write its part": part,
     "rank of another layout: find its chunks": read,
     "rank of another layout: its share of verifying": verify,

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from benchmarks.harness import arguments, report
 from lightning_megatron import CheckpointConfig, LocalCheckpointConfig, MegatronStrategy
-from lightning_megatron.checkpoint.local.inventory import read_inventory
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.testing import WorkerPool
 
 WORLD, INTERVAL, WIDTH = 4, 12, 1024
@@ -135,8 +135,8 @@ def run(root: Path, layers: int, crash: int, *, local: bool = True) -> tuple[Tur
 def sent(root: Path) -> int:
     """Bytes of one local checkpoint that were copied from one machine to the other."""
     [path, *_] = sorted((root / "node0").glob("*/step=*.ckpt"), reverse=True)
-    inventory = read_inventory(path)
-    return inventory.size(inventory.nodes)
+    own = ("__", "manifest.")
+    return sum(e.size for name, e in read_manifest(path).files.items() if name.startswith(own))
 
 
 def job(rounds: int, steps: int, layers: int, memory: Path, disk: Path) -> dict[str, list[float]]:

@@ -80,6 +80,12 @@ def raise_if_any(problems: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
+def summary(items: Sequence[str], limit: int = 10) -> str:
+    """Join items to one line; those beyond ``limit`` are counted."""
+    shown = ", ".join(items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+
+
 class ConnectError(MegatronError, RuntimeError):
     """The processes of a run could not find each other."""
 

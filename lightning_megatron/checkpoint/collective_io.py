@@ -1,6 +1,6 @@
 """`save_directory` and `load_directory`: on all ranks together, or in one process.
 
-Saving is described in save_plan.py. Loading checks manifest, sizes, hashes and index first, then
+Saving is described in save_plan.py. Loading checks manifest, sizes and hashes first, then
 names and shapes against the module and its optimizers, and reads values only then.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.chunks import Chunk, own_chunks, parameter_names, whole
-from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import Manifest
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.load.module_state import ModuleState, redirected
@@ -32,7 +31,7 @@ from lightning_megatron.checkpoint.save.save_plan import (
     all_chunks,
     writing,
 )
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import ConfigError, raise_if_any, summary
 from lightning_megatron.parallel.owned_rows import OwnedRows
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ def stored_state(
     def lazy(name: str) -> LazyTensor:
         entry = reader.entry(f"{MODEL_PREFIX}.{name}")
         assert entry is not None
-        shape, dtype = entry.shape, entry.dtype
+        shape, dtype = entry.shape, entry.torch_dtype
 
         def fetch() -> Tensor:
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -304,7 +303,7 @@ class _Loading:
                     self._chunks,
                     stored_names=self._stored_names(),
                     prefix=f"{OPTIMIZER_PREFIX}.{index}",
-                    tensors=self._reader.index.tensors,
+                    tensors=self._reader.manifest.tensors,
                     saved=data,
                 )
             except ConfigError as error:

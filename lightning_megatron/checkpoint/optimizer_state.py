@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.chunks import Chunk, local_tensor, whole
-from lightning_megatron.checkpoint.directory.index import StoredTensor, summary
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.checkpoint.directory.manifest import TensorEntry
+from lightning_megatron.errors import ConfigError, summary
 from lightning_megatron.optim.quantized_state import QuantizedStateOptimizer
 from lightning_megatron.optim.sharded_step import steps_on_shards
 
@@ -187,7 +187,7 @@ class OptimizerRestore:
         *,
         stored_names: Mapping[str, str],
         prefix: str,
-        tensors: Mapping[str, StoredTensor],
+        tensors: Mapping[str, TensorEntry],
         saved: Mapping[str, Any],
     ) -> None:
         _refuse_other_kind(type(optimizer).__name__, saved.get("kind"))
@@ -313,9 +313,9 @@ def _fingerprint(options: Mapping[str, Any]) -> str:
 
 
 def _entries_by_parameter(
-    tensors: Mapping[str, StoredTensor], prefix: str
-) -> dict[str, dict[str, StoredTensor]]:
-    found: dict[str, dict[str, StoredTensor]] = {}
+    tensors: Mapping[str, TensorEntry], prefix: str
+) -> dict[str, dict[str, TensorEntry]]:
+    found: dict[str, dict[str, TensorEntry]] = {}
     for full_name, entry in tensors.items():
         if full_name.startswith(f"{prefix}."):
             name, _, key = full_name[len(prefix) + 1 :].rpartition(".")
@@ -324,7 +324,7 @@ def _entries_by_parameter(
 
 
 def _is_of_other_shape(
-    parameter: Chunk, stored: StoredTensor | None, state: Mapping[str, StoredTensor] | None
+    parameter: Chunk, stored: TensorEntry | None, state: Mapping[str, TensorEntry] | None
 ) -> bool:
     """Return whether the stored state of a parameter has another shape than the parameter."""
     if stored is not None:
@@ -370,15 +370,15 @@ def _find_options(
 
 def _allocate(
     key: str,
-    entry: StoredTensor,
+    entry: TensorEntry,
     parameter: Tensor,
     chunk: Chunk,
     group: Mapping[str, Any],
-    model_entry: StoredTensor | None,
+    model_entry: TensorEntry | None,
     optimizer: Optimizer,
 ) -> tuple[Tensor, Chunk]:
     """Allocate one state tensor of this rank; return it with the chunk to read into."""
-    dtype = entry.dtype
+    dtype = entry.torch_dtype
     device = chunk.tensor.device
     reduced = _without(key, chunk, optimizer)
     if reduced is not None and entry.shape == reduced.full_shape:
@@ -386,7 +386,7 @@ def _allocate(
         return value, replace(reduced, tensor=value)
     if entry.shape == chunk.full_shape and (steps_on_shards(optimizer) or chunk.is_whole):
         # State in the parameter's format follows it when a run goes on in another precision.
-        if model_entry is not None and model_entry.dtype == dtype:
+        if model_entry is not None and model_entry.torch_dtype == dtype:
             dtype = chunk.tensor.dtype
         like = parameter.detach() if isinstance(parameter, DTensor) else chunk.tensor
         value = torch.zeros_like(like, dtype=dtype)

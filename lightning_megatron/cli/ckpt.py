@@ -1,8 +1,8 @@
 """`lightning-megatron ckpt`: list checkpoints, show one, verify one.
 
-`ls` and `show` read the root manifests only and answer at once. `verify` makes all checks of
-loading: it compares every file with its hash. `index` writes the index for
-torch.distributed.checkpoint, which large checkpoints do not have. No command unpickles anything.
+`ls` and `show` read manifests only and answer at once. `verify` makes all checks of loading: it
+compares every file with its hash. `index` writes the export for torch.distributed.checkpoint, which
+large checkpoints do not have. No command unpickles anything.
 """
 
 import argparse
@@ -146,8 +146,8 @@ def _show(options: argparse.Namespace) -> int:
             continue
         if options.json:
             total = {"bytes": manifest.size, "own_bytes": manifest.own_size}
-            known = asdict(replace(manifest, embedded={}))
-            del known["embedded"]
+            known = asdict(replace(manifest, parts={}))
+            del known["parts"]
             facts.append({"path": str(directory), **total, **known})
             continue
         print("\n" * (number > 0), end="")
@@ -203,15 +203,15 @@ def _verify(options: argparse.Namespace) -> int:
 def _index(options: argparse.Namespace) -> int:
     # Late: the other commands need not wait for torch.
     from lightning_megatron.checkpoint.directory.commit import write_durably
-    from lightning_megatron.checkpoint.directory.dcp_metadata import pickled_index
+    from lightning_megatron.checkpoint.directory.dcp_metadata import pickled_metadata
     from lightning_megatron.checkpoint.load.reader import CheckpointReader
 
     reader = CheckpointReader(local_path(options.path), alone=True)
-    directory, manifest, index = reader.directory, reader.manifest, reader.index
+    directory, manifest = reader.directory, reader.manifest
     made = manifest.file(METADATA_FILE) not in manifest.files
     if made:
-        parts = (index.part(number, keep=False) for number in index.numbers)
-        content = pickled_index(manifest.tensors, parts)
+        parts = (manifest.part(directory, number) for number in manifest.writers)
+        content = pickled_metadata(manifest.tensors, parts)
         assert isinstance(directory, Path)
         (directory / METADATA_FILE).unlink(missing_ok=True)
         write_durably(directory / METADATA_FILE, content)
@@ -244,7 +244,7 @@ def _verdict(path: AnyPath) -> dict[str, Any]:
         "files": len(manifest.files),
         "bytes": manifest.size,
         "shared": [n for n in manifest.files if is_shared(reader.directory / n)],
-        "tensors": len(reader.index.tensors),
+        "tensors": len(manifest.tensors),
         "foreign": foreign_files(reader.directory, manifest),
         "seconds": round(time.perf_counter() - begin, 3),
     }

@@ -10,12 +10,15 @@ from torch.optim import SGD
 
 from lightning_megatron.checkpoint.chunks import model_chunks, parameter_names
 from lightning_megatron.checkpoint.collective_io import save_directory
-from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest, read_manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import (
+from lightning_megatron.checkpoint.directory.hashed_files import entry_of
+from lightning_megatron.checkpoint.directory.manifest import (
+    MANIFEST_FILE,
     ChunkEntry,
-    RankManifest,
-    entry_of,
+    Manifest,
+    Part,
     part_file,
+    part_text,
+    read_manifest,
 )
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
 
@@ -69,38 +72,30 @@ def rewrite_manifest(directory: Path, **changes: Any) -> None:
     (directory / MANIFEST_FILE).write_text(manifest.to_json())
 
 
-def part_at(directory: Path, number: int = 0) -> RankManifest:
+def part_at(directory: Path, number: int = 0) -> Part:
     """The part that a rank has written."""
-    name = part_file(number)
-    return RankManifest.from_json((directory / name).read_text(), name)
+    return read_manifest(directory).part(directory, number)
 
 
 def place_of(directory: Path, name: str) -> ChunkEntry:
     """Where the only chunk of a tensor is."""
-    parts = (part_at(directory, p.number) for p in read_manifest(directory).parts.values())
-    (place,) = [chunk for part in parts for chunk in part.tensors.get(name, ())]
+    (number,) = [run.part for run in read_manifest(directory).tensors[name].runs]
+    (place,) = part_at(directory, number)[name]
     return place
 
 
-def rewrite_part(directory: Path, rank: int = 0, **changes: Any) -> None:
-    """Forge a part: its seal is right, and so is its hash in the root."""
-    content = replace(part_at(directory, rank), **changes).to_json()
-    forge(directory, part_file(rank), content.encode())
+def rewrite_part(directory: Path, number: int, part: Part) -> None:
+    """Forge a part: its hash in the manifest is right."""
+    forge(directory, part_file(number), part_text(part).encode())
 
 
 def change_chunk(directory: Path, name: str, **changes: Any) -> None:
     """Forge the only chunk of a tensor that the first rank has written, in the part alone."""
-    tensors = dict(part_at(directory).tensors)
-    tensors[name] = (replace(place_of(directory, name), **changes),)
-    rewrite_part(directory, tensors=tensors)
+    chunk = replace(place_of(directory, name), **changes)
+    rewrite_part(directory, 0, {**part_at(directory), name: (chunk,)})
 
 
 def forge(directory: Path, name: str, content: bytes) -> None:
-    """Replace a file and its hashes, as one who wants to be believed does."""
+    """Replace a file and its hash, as one who wants to be believed does."""
     (directory / name).write_bytes(content)
-    manifest, entry = read_manifest(directory), entry_of(content)
-    rewrite_manifest(directory, files={**manifest.files, name: entry})
-    for part in manifest.parts.values():
-        if name in part.files:
-            files = {**part_at(directory, part.number).files, name: entry}
-            rewrite_part(directory, part.number, files=files)
+    rewrite_manifest(directory, files={**read_manifest(directory).files, name: entry_of(content)})

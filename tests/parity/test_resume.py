@@ -118,8 +118,8 @@ def _train(
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Weights and optimizer moments, each as one tensor of the whole model."""
     reader = CheckpointReader(path, alone=True)
-    entries = reader.index.tensors
-    found = {n: torch.empty(e.shape, dtype=e.dtype) for n, e in entries.items()}
+    entries = reader.manifest.tensors
+    found = {n: torch.empty(e.shape, dtype=e.torch_dtype) for n, e in entries.items()}
     reader.read({name: whole(tensor) for name, tensor in found.items()})
     return found
 

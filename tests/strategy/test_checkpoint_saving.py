@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_megatron import load_from_checkpoint
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.directory.commit import remove
-from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.directory.storage import RemotePath
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
@@ -188,9 +187,8 @@ def test_frozen_layers_are_written_once_and_outlive_the_first(
     frozen = {}
     for name in os.listdir(tmp_path):
         manifest = read_manifest(tmp_path / name)
-        index = ShardIndex(tmp_path / name, manifest)
-        parts = [index.part(number).tensors for number in index.numbers]
-        places = {n: c.file for tensors in parts for n, chunks in tensors.items() for c in chunks}
+        parts = [manifest.part(tmp_path / name, number) for number in manifest.writers]
+        places = {n: c.file for part in parts for n, chunks in part.items() for c in chunks}
         frozen[name] = {file for n, file in places.items() if n.startswith("model.net.layers.0")}
         assert frozen[name] <= set(manifest.linked)
         assert places["model.net.layers.3.0.weight"] not in manifest.linked or name == "last.ckpt"

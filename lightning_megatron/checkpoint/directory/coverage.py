@@ -1,17 +1,22 @@
-"""The check that rectangles tile a tensor: every element is in one rectangle.
+"""Arithmetic of the rectangles of a tensor: whether they tile it, and which overlap another.
 
-torch.distributed.checkpoint loads a tensor with a hole and leaves there what was in memory. So this
-is checked before anything is written, and again before anything is read.
+torch.distributed.checkpoint loads a tensor with a hole and leaves there what was in memory. So that
+every element is in one rectangle is checked before anything is written, and again before anything
+is read.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, Run
+from lightning_megatron.checkpoint.directory.manifest import TensorEntry
+from lightning_megatron.errors import DamagedCheckpointError, summary
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -46,6 +51,45 @@ def expand(runs: Sequence[Run], dimensions: int) -> tuple[Numbers, Numbers, Numb
         nothing = np.empty((0, dimensions), dtype=np.int64)
         return np.empty(0, dtype=np.int64), nothing, nothing
     return np.concatenate(parts), np.concatenate(offsets), np.concatenate(sizes)
+
+
+def overlapping(entry: TensorEntry, wanted: Rectangle) -> list[tuple[int, Rectangle]]:
+    """Return the stored rectangles of a tensor that overlap ``wanted``, with their parts."""
+    if len(entry.runs) == 1 and not entry.runs[0].repeats:
+        run = entry.runs[0]  # of one piece, as most tensors of small layouts are
+        return [(run.part, (run.offsets, run.sizes))]
+    parts, offsets, sizes = expand(entry.runs, len(entry.shape))
+    begin, length = (np.array(side, dtype=np.int64) for side in wanted)
+    common = ((offsets < begin + length) & (begin < offsets + sizes)).all(axis=1)
+    found = zip(*(a[common].tolist() for a in (parts, offsets, sizes)), strict=True)
+    return [(part, (tuple(offset), tuple(size))) for part, offset, size in found]
+
+
+def tensor_faults(tensors: Mapping[str, TensorEntry], rank: int = 0, size: int = 1) -> list[str]:
+    """Return the tensors of an index that are not tiled or have no dtype, one sentence each.
+
+    Args:
+        tensors: all tensors.
+        rank: rank of this process among those that share the check.
+        size: number of these ranks.
+    """
+    found = []
+    for name, entry in islice(tensors.items(), rank, None, size):
+        if not isinstance(vars(torch).get(entry.dtype), torch.dtype):
+            found.append(f"{name}: torch has no dtype {entry.dtype!r}")
+        elif fault := run_coverage_fault(entry.shape, entry.runs):
+            found.append(f"{name}: {fault}")
+    return found
+
+
+def raise_if_damaged(faults: Sequence[str]) -> None:
+    """Raise an error if an index has faults.
+
+    Raises:
+        DamagedCheckpointError: the index has faults, which it names.
+    """
+    if faults:
+        raise DamagedCheckpointError(f"the index of the shards is damaged: {summary(faults)}")
 
 
 def coverage_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str | None:

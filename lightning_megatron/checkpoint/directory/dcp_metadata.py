@@ -1,16 +1,18 @@
-"""``.metadata``: the index of the shards in the form of torch.distributed.checkpoint (DCP).
+"""``.metadata``, which torch.distributed.checkpoint (DCP) reads: made of a manifest, or made one.
 
 DCP stores the place of every rectangle of every tensor in one pickle, and its reader loads that
 without restriction: whoever can write a checkpoint could run code on every machine that loads it.
-Our manifests hold the same, so this package writes the pickle for DCP's own tools only. It names
-every chunk, and one process has to hold all of them to write it. Checkpoints of up to `MOST_CHUNKS`
-chunks get one with each save; for larger ones ``lightning-megatron ckpt index`` makes it.
+So the pickle is an export of the manifest, for DCP's own tools, and this package never reads it
+back. It names every chunk, and one process has to hold all of them to write it. Checkpoints of up
+to `MOST_CHUNKS` chunks get one with each save; for larger ones ``lightning-megatron ckpt index``
+makes it.
 
 Checkpoints of Lightning's own strategies have no other index. It is unpickled with a list of the
-few classes that it may refer to.
+few classes that it may refer to, and becomes a `Manifest`.
 """
 
 import io
+import math
 import os
 import pickle
 import pickletools
@@ -33,9 +35,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_megatron._torch import DCP_METADATA_GLOBALS, StorageInfo
-from lightning_megatron.checkpoint.directory.manifest import METADATA_FILE, TensorEntry, in_parts
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, RankManifest
-from lightning_megatron.checkpoint.directory.sealed_text import LARGEST_TEXT, is_file_name
+from lightning_megatron.checkpoint.directory.coverage import raise_if_damaged, tensor_faults
+from lightning_megatron.checkpoint.directory.hashed_files import LARGEST_TEXT, FileEntry
+from lightning_megatron.checkpoint.directory.manifest import (
+    METADATA_FILE,
+    ChunkEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    split,
+)
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
 
@@ -44,33 +53,17 @@ MOST_CHUNKS = 50_000
 about a second of one process."""
 
 
-def torch_dtype(tensor: str, name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Args:
-        tensor: name of the tensor, for the error.
-        name: name of the dtype, like ``bfloat16``.
-
-    Raises:
-        DamagedCheckpointError: torch has no such dtype.
-    """
-    dtype = getattr(torch, name, None) if name.isidentifier() else None
-    if not isinstance(dtype, torch.dtype):
-        raise DamagedCheckpointError(f"{tensor}: there is no dtype {name!r}")
-    return dtype
-
-
-def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[RankManifest]) -> bytes:
+def pickled_metadata(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> bytes:
     """Return the content of ``.metadata``.
 
     Args:
         tensors: all tensors of a checkpoint.
-        parts: the manifests of all ranks.
+        parts: the parts of all ranks.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     places: dict[MetadataIndex, StorageInfo] = {}
     for part in parts:
-        for name, held in part.tensors.items():
+        for name, held in part.items():
             for chunk in held:
                 offsets = torch.Size(chunk.offsets)
                 chunks[name].append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
@@ -78,7 +71,7 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[RankManife
                 places[MetadataIndex(name, offsets)] = place
     entries: dict[str, Any] = {
         name: TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch_dtype(name, entry.dtype)),
+            properties=TensorProperties(dtype=entry.torch_dtype),
             size=torch.Size(entry.shape),
             chunks=chunks[name],
         )
@@ -149,13 +142,15 @@ def read_metadata(directory: AnyPath) -> Metadata:
     return metadata
 
 
-def parts_of(
-    metadata: Metadata,
-) -> tuple[dict[str, TensorEntry], dict[int, RankManifest], list[str]]:
-    """Convert an index of DCP to the form of our manifests.
+def manifest_of(metadata: Metadata, files: Mapping[str, FileEntry]) -> Manifest:
+    """Return the manifest of a directory that another library wrote.
 
-    Returns:
-        Tensors, parts by number, and faults: entries that are no tensor, or in no file.
+    Args:
+        metadata: its ``.metadata``.
+        files: its files, with their sizes.
+
+    Raises:
+        DamagedCheckpointError: the files do not hold some tensors, which it names.
     """
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     chunks: dict[str, list[ChunkEntry]] = {}
@@ -165,26 +160,36 @@ def parts_of(
             faults.append(f"{name}: not a tensor")
             continue
         try:
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            kind = dtype, tuple(entry.size)
-            chunks[name] = [_entry(name, chunk, metadata.storage_data) for chunk in entry.chunks]
-            kinds[name] = kind
+            dtype = entry.properties.dtype
+            kind = str(dtype).removeprefix("torch."), tuple(entry.size)
+            held = [_chunk(name, chunk, metadata.storage_data) for chunk in entry.chunks]
+            for chunk in held:
+                _check_place(chunk, dtype.itemsize, files)
+            kinds[name], chunks[name] = kind, held
         except DamagedCheckpointError as error:
             faults.append(f"{name}: {error}")
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             faults.append(f"{name}: damaged entry ({error!r})")
-    tensors, parts = in_parts(kinds, chunks)
-    return tensors, parts, faults
+    raise_if_damaged(faults)
+    manifest = Manifest(files=files, **split(kinds, chunks))
+    raise_if_damaged(tensor_faults(manifest.tensors))
+    return manifest
 
 
-def _entry(
+def _check_place(chunk: ChunkEntry, itemsize: int, files: Mapping[str, FileEntry]) -> None:
+    if chunk.file not in files:
+        raise DamagedCheckpointError(f"there is no file {chunk.file!r}")
+    end, needed = chunk.begin + chunk.length, math.prod(chunk.sizes) * itemsize
+    if chunk.begin < 0 or chunk.length < needed or end > files[chunk.file].size:
+        raise DamagedCheckpointError(f"the chunk at {chunk.offsets} exceeds file {chunk.file}")
+
+
+def _chunk(
     name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, StorageInfo]
 ) -> ChunkEntry:
     info = places.get(MetadataIndex(name, chunk.offsets))
     if info is None:
         raise DamagedCheckpointError(f"the chunk at {tuple(chunk.offsets)} is in no file")
-    if not is_file_name(info.relative_path):
-        raise DamagedCheckpointError(f"file {info.relative_path!r} is not in the manifest")
     if getattr(info, "transform_descriptors", None):
         raise DamagedCheckpointError("stored through an unknown transformation")
     return ChunkEntry(

@@ -1,21 +1,24 @@
-"""The root manifest of a checkpoint: the JSON file that lists everything else.
+"""The manifest: the one index of a checkpoint, which is JSON.
 
 ::
 
     epoch=0-step=500.ckpt/
-        manifest.json       the `Manifest`; written last, so a directory without it is torn
-        manifest.0.json ... the files and chunks of each rank (rank_manifest.py)
+        manifest.json       files with sizes and hashes, and the rectangles of every tensor; written
+                            last, so a directory without it is torn
+        manifest.0.json ... part of rank 0: the bytes of each of its rectangles
         state.json          Lightning's state and optimizer options (codec.py)
         state.safetensors   tensors of that state; absent when it has none
         __0_0.distcp ...    shards: ``model.<name>``, ``optimizer.<i>.<name>.<key>``
-        .metadata           index of the shards for torch.distributed.checkpoint, up to
-                            `dcp_metadata.MOST_CHUNKS` chunks
+        .metadata           export for torch.distributed.checkpoint (dcp_metadata.py); never read
 
-The directory is flat. The root manifest lists every other file with its size and SHA-256, says
-which rectangles of which tensor are in which part (the files of one rank), and ends with its own
-hash. The manifests of the parts give the bytes. A file that was truncated, flipped, swapped or lost
-is thus never taken for weights, and no name can leave the directory. The size of the root grows
-with the number of ranks and of tensors, not with their product.
+The directory is flat. ``manifest.json`` lists every other file with its size and SHA-256, says
+which rank wrote which rectangles of which tensor, and ends with its own hash. A file that was
+truncated, flipped, swapped or lost is thus never taken for weights.
+
+Where the bytes of a rectangle are, only its writer knows. Each rank that writes tensors adds such a
+part after its shards, and a reader opens the parts that hold what it needs. So no rank has to know
+the chunks of all, and ``manifest.json`` grows with the number of ranks and of tensors, not with
+their product (chunk_runs.py).
 
 The hashes show damage, not forgery: whoever can write a checkpoint can write its hashes too. That
 is why nothing in a checkpoint is trusted with more than numbers.
@@ -23,34 +26,24 @@ is why nothing in a checkpoint is trusted with more than numbers.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run, compress
-from lightning_megatron.checkpoint.directory.rank_manifest import (
-    PART_SCHEMA,
+from lightning_megatron.checkpoint.directory.hashed_files import (
     FileEntry,
-    RankManifest,
-    chunk_entries,
-    file_entry,
-)
-from lightning_megatron.checkpoint.directory.sealed_text import (
-    NOT_OURS,
-    counts,
-    is_count,
-    is_sealed,
+    entry_of,
+    is_file_name,
     one_line_each,
-    parsed,
     read_text,
+    seal_of,
     sealed,
-    steps,
-    strings,
 )
-from lightning_megatron.checkpoint.directory.storage import storage_path
+from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.errors import (
     CheckpointError,
     ConfigError,
@@ -58,27 +51,48 @@ from lightning_megatron.errors import (
     NoSuchCheckpointError,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 STATE_TENSORS_FILE = "state.safetensors"
 METADATA_FILE = ".metadata"
 
-SCHEMA = 3
+SCHEMA = 4
 """Format that is written; raised when older readers cannot read what is written.
 
-Format 2 has the index of all tensors in one piece; format 3 has parts."""
+Format 2 has the bytes of all chunks in ``manifest.json``. Formats 3 and 4 have parts; those of
+format 3 repeat what ``manifest.json`` says of files, which is ignored."""
 
 OLDEST_SCHEMA = 2
 """Oldest format that is read. Format 1 had neither hashes nor a seal."""
 
 _LIBRARIES = ("torch", "lightning", "lightning-megatron")
+_KEPT_PARTS = 256
+"""Number of parts that are kept in memory once they were read."""
+_NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+"""Errors that the parsing of another JSON text may raise."""
 
-_LATEST = 1e11
-"""Limit of dates, in seconds since 1970."""
 
-_CHUNK_BYTES = 16
-"""Least bytes that a chunk takes in the manifest of its part. It keeps the root from claiming more
-chunks than there is text about."""
+@dataclass(frozen=True, kw_only=True)
+class ChunkEntry:
+    """A rectangle of a tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    """Index of its first element, per dimension."""
+    sizes: tuple[int, ...]
+    """Elements, per dimension."""
+    file: str
+    """Name of the file."""
+    begin: int
+    """First byte in the file."""
+    length: int
+    """Bytes in the file."""
+
+
+Part: TypeAlias = Mapping[str, Sequence[ChunkEntry]]
+"""Chunks that one rank has written, by name of the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,30 +102,27 @@ class TensorEntry:
     dtype: str
     """Name of the dtype, like ``bfloat16``."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     runs: tuple[Run, ...]
-    """Rectangles that tile the tensor, with their parts."""
+    """Rectangles that tile the tensor, with the numbers of their parts."""
 
     @property
     def count(self) -> int:
         """Number of its chunks."""
         return sum(run.count for run in self.runs)
 
+    @property
+    def torch_dtype(self) -> "torch.dtype":
+        """The dtype; torch has it, or opening the checkpoint has failed."""
+        import torch  # late: who only lists checkpoints need not wait for torch
 
-@dataclass(frozen=True, kw_only=True)
-class PartEntry:
-    """One part, the files and chunks of one rank, as the root knows it."""
-
-    number: int
-    """The rank."""
-    files: tuple[str, ...]
-    """Names of its files, without its own manifest."""
-    count: int
-    """Number of its chunks."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Summary of a checkpoint."""
+    """The index of a checkpoint."""
 
     schema: int = SCHEMA
     """Version of the format."""
@@ -127,20 +138,20 @@ class Manifest:
     """Degrees of parallelism of the run that wrote it; any other layout can read it."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Every other file of the directory."""
-    parts: Mapping[str, PartEntry] = field(default_factory=dict)
-    """The parts, by the name of the manifest of each; empty in schema 2."""
     linked: Sequence[str] = field(default_factory=list)
     """Files that are hard links to those of an earlier checkpoint (incremental.py)."""
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """Every tensor in the shards."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Stored names of shared parameters, by alias."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
-    embedded: Mapping[int, RankManifest] = field(default_factory=dict, repr=False)
-    """Parts that are in the root itself, by number: one for each file in schema 2, else none."""
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    """Every other file of the directory."""
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Every tensor in the shards."""
+    parts: dict[int, Part] = field(default_factory=dict, repr=False, compare=False)
+    """Parts in memory, by rank: those that were read last, and all where no file has them."""
+    sha256: str | None = field(default=None, repr=False, compare=False)
+    """Hash of the file from which it was read; no other checkpoint has it."""
 
     @property
     def size(self) -> int:
@@ -153,15 +164,10 @@ class Manifest:
         return self.size - sum(self.files[name].size for name in self.linked)
 
     @property
-    def files_by_rank(self) -> dict[int, dict[str, FileEntry]]:
-        """Files of each rank, with the manifest of its part; empty in schema 2.
-
-        The state, ``.metadata`` and the root are in none of these: the first rank writes them.
-        """
-        return {
-            part.number: {n: self.files[n] for n in (name, *part.files)}
-            for name, part in self.parts.items()
-        }
+    def writers(self) -> list[int]:
+        """Ranks that have written tensors."""
+        runs = (run for entry in self.tensors.values() for run in entry.runs)
+        return sorted({number for run in runs for number, _ in run.rectangles()})
 
     def file(self, role: str) -> str:
         """Return the name of the file that is ``role`` in this checkpoint.
@@ -171,14 +177,44 @@ class Manifest:
         """
         return next((name for name in self.files if name.rpartition("=")[2] == role), role)
 
+    def part(self, directory: AnyPath, number: int) -> Part:
+        """Return the part of a rank.
+
+        Args:
+            directory: the checkpoint.
+            number: the rank.
+
+        Raises:
+            OSError: the file cannot be read.
+            DamagedCheckpointError: the file is not what was written.
+        """
+        if number not in self.parts:
+            found = self._read_part(directory, self.file(part_file(number)))
+            if len(self.parts) >= _KEPT_PARTS:
+                self.parts.clear()
+            self.parts[number] = found
+        return self.parts[number]
+
+    def _read_part(self, directory: AnyPath, name: str) -> Part:
+        if name not in self.files:
+            raise DamagedCheckpointError(f"{name} is not in the manifest")
+        text = read_text(directory / name)
+        if entry_of(text.encode()) != self.files[name]:
+            raise DamagedCheckpointError(f"{name} is not the part that was written")
+        names = {file: file for file in self.files}  # one string for all chunks of a file
+        try:
+            tensors = json.loads(text)["tensors"]
+            return {tensor: _chunks(held, names) for tensor, held in tensors.items()}
+        except _NOT_OURS as error:
+            raise DamagedCheckpointError(f"{name} is not part of a manifest: {error!r}") from None
+
     def to_json(self) -> str:
         """Return the content of ``manifest.json``; only the present format is written."""
-        assert self.schema >= PART_SCHEMA, self.schema
-        tables = ("files", "parts", "tensors", "embedded")
+        assert self.schema == SCHEMA, self.schema
+        tables = ("files", "tensors", "parts", "sha256")
         head = {k: v for k, v in vars(self).items() if k not in tables}
         texts = [json.dumps(head, indent=1, sort_keys=True)[: -len("\n}")]]
         texts.append(one_line_each("files", ((n, asdict(e)) for n, e in self.files.items())))
-        texts.append(one_line_each("parts", ((n, _plain_part(p)) for n, p in self.parts.items())))
         plain = ((name, _plain_tensor(entry)) for name, entry in self.tensors.items())
         texts.append(one_line_each("tensors", plain))
         return sealed(",\n".join(texts))
@@ -193,7 +229,7 @@ class Manifest:
         """
         other = _other_format(text)
         try:
-            has_seal = is_sealed(text, MANIFEST_FILE)
+            seal = seal_of(text, MANIFEST_FILE)
         except DamagedCheckpointError as error:
             if other is None:
                 raise
@@ -201,21 +237,70 @@ class Manifest:
         if other is not None:
             raise CheckpointError(other)
         try:
-            data = parsed(text)
-            schema = data["schema"]
-            if type(schema) is not int or schema < OLDEST_SCHEMA:
-                raise ValueError(f"schema {schema!r}")
-            if not has_seal:
+            data = json.loads(text)
+            if seal is None:
                 raise ValueError("it does not end with its own hash")
-            names = cls.__dataclass_fields__.keys() - {"embedded", "parts", "tensors"}
+            tables = _tables_of_format_2(data) if data["schema"] == 2 else _tables(data)
+            names = cls.__dataclass_fields__.keys() - {"parts", "tensors"}
             known = {k: v for k, v in data.items() if k in names}
-            known["files"] = {n: _file(n, e) for n, e in data["files"].items()}
-            manifest = cls(**known, **_contents(data, schema))
-            _check_mappings(manifest)
-            _check_parts(manifest)
-        except NOT_OURS as error:
+            known["files"] = {name: _file(name, entry) for name, entry in data["files"].items()}
+            return cls(**known, **tables)
+        except _NOT_OURS as error:
             raise DamagedCheckpointError(f"{MANIFEST_FILE} is not a manifest: {error!r}") from None
-        return manifest
+
+
+def part_file(number: int) -> str:
+    """Return the name of the file with the part of a rank.
+
+    >>> part_file(5)
+    'manifest.5.json'
+    """
+    return f"manifest.{number}.json"
+
+
+def part_text(part: Part) -> str:
+    """Return the content of the file of a part."""
+    plain = ((name, [_plain_chunk(c) for c in chunks]) for name, chunks in part.items())
+    return f"{{\n{one_line_each('tensors', plain)}\n}}\n"
+
+
+def split(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]], chunks: Mapping[str, Sequence[ChunkEntry]]
+) -> dict[str, Any]:
+    """Split an index of all chunks into tensors and parts, one part for each file.
+
+    Args:
+        kinds: dtype and shape of every tensor.
+        chunks: chunks of every tensor.
+
+    Returns:
+        The fields ``tensors`` and ``parts`` of a `Manifest`.
+    """
+    files = sorted({chunk.file for found in chunks.values() for chunk in found})
+    numbers = {file: number for number, file in enumerate(files)}
+    parts: dict[int, dict[str, list[ChunkEntry]]] = {number: {} for number in numbers.values()}
+    tensors = {}
+    for name, (dtype, shape) in kinds.items():
+        for chunk in chunks[name]:
+            parts[numbers[chunk.file]].setdefault(name, []).append(chunk)
+        runs = compress((numbers[c.file], (c.offsets, c.sizes)) for c in chunks[name])
+        tensors[name] = TensorEntry(dtype=dtype, shape=shape, runs=runs)
+    return {"tensors": tensors, "parts": parts}
+
+
+def _tables_of_format_2(data: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = {n: (str(t["dtype"]), tuple(t["shape"])) for n, t in data["tensors"].items()}
+    return split(kinds, {n: _chunks(t["chunks"]) for n, t in data["tensors"].items()})
+
+
+def _tables(data: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = {
+        name: TensorEntry(
+            dtype=str(t["dtype"]), shape=tuple(t["shape"]), runs=tuple(map(_run, t["chunks"]))
+        )
+        for name, t in data["tensors"].items()
+    }
+    return {"tensors": tensors}
 
 
 def _other_format(text: str) -> str | None:
@@ -223,13 +308,11 @@ def _other_format(text: str) -> str | None:
     try:
         data = json.loads(text)
         schema, versions = data["schema"], data.get("versions")
-    except NOT_OURS:
+    except _NOT_OURS:
         return None  # whatever it is, it is no manifest
     if type(schema) is not int or schema < 1 or OLDEST_SCHEMA <= schema <= SCHEMA:
         return None
     if schema < OLDEST_SCHEMA:
-        if '"sha256": "' in text:
-            return None  # a damaged digit: format 1 has no hashes
         return (
             f"it has format {schema}, which has no hashes; formats {OLDEST_SCHEMA} to {SCHEMA} are "
             "read; nearest valid: load it with an earlier version of lightning-megatron and save "
@@ -244,8 +327,10 @@ def _other_format(text: str) -> str | None:
     )
 
 
-def _plain_part(part: PartEntry) -> dict[str, Any]:
-    return {"part": part.number, "files": list(part.files), "chunks": part.count}
+def _file(name: str, data: Mapping[str, Any]) -> FileEntry:
+    if not is_file_name(name):
+        raise ValueError(f"{name!r} is no name of a file")
+    return FileEntry(size=data["size"], sha256=data["sha256"])
 
 
 def _plain_tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -253,122 +338,33 @@ def _plain_tensor(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": runs}
 
 
-def _file(name: str, data: Mapping[str, Any]) -> FileEntry:
-    if name == MANIFEST_FILE:
-        raise ValueError(f"entry {name!r}: {data!r}")
-    return file_entry(name, data)
-
-
-def _contents(data: Mapping[str, Any], schema: int) -> dict[str, Any]:
-    """Return the tensors and the parts; in schema 2 the parts are made here."""
-    if schema < PART_SCHEMA:
-        chunks = {n: chunk_entries(t["chunks"]) for n, t in data["tensors"].items()}
-        dtypes = {n: (_dtype(t), counts(t["shape"])) for n, t in data["tensors"].items()}
-        tensors, embedded = in_parts(dtypes, chunks)
-        return {"tensors": tensors, "embedded": embedded}
-    tensors = {
-        name: TensorEntry(
-            dtype=_dtype(t), shape=counts(t["shape"]), runs=tuple(map(_run, t["chunks"]))
-        )
-        for name, t in data["tensors"].items()
-    }
-    return {"tensors": tensors, "parts": {n: _part(p) for n, p in data["parts"].items()}}
-
-
-def in_parts(
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
-    chunks: Mapping[str, Sequence[Any]],
-) -> tuple[dict[str, TensorEntry], dict[int, RankManifest]]:
-    """Split an index of all tensors into parts, one for each file.
-
-    Args:
-        kinds: dtype and shape of every tensor.
-        chunks: `ChunkEntry` objects of every tensor.
-
-    Returns:
-        The tensors, and the parts by number.
-    """
-    files = sorted({chunk.file for found in chunks.values() for chunk in found})
-    numbers = {file: number for number, file in enumerate(files)}
-    contents: dict[int, dict[str, list[Any]]] = {number: {} for number in numbers.values()}
-    tensors = {}
-    for name, (dtype, shape) in kinds.items():
-        for chunk in chunks[name]:
-            contents[numbers[chunk.file]].setdefault(name, []).append(chunk)
-        runs = compress((numbers[c.file], (c.offsets, c.sizes)) for c in chunks[name])
-        tensors[name] = TensorEntry(dtype=dtype, shape=shape, runs=runs)
-    parts = {
-        number: RankManifest(
-            number=number, files={}, tensors={n: tuple(c) for n, c in held.items()}
-        )
-        for number, held in contents.items()
-    }
-    return tensors, parts
-
-
-def _dtype(data: Mapping[str, Any]) -> str:
-    if not isinstance(data["dtype"], str):
-        raise TypeError("a dtype is not a string")
-    return str(data["dtype"])
-
-
-def _run(data: Any) -> Run:
+def _run(data: Sequence[Any]) -> Run:
     part, offsets, sizes, *rest = data
-    if len(rest) > 1 or not is_count(part):
-        raise ValueError(f"chunks {data!r}")
-    return Run(
-        part=part,
-        offsets=counts(offsets),
-        sizes=counts(sizes),
-        repeats=tuple(map(_repeat, rest[0] if rest else [])),
+    repeats = tuple(
+        Repeat(count=count, part_step=part_step, steps=tuple(steps))
+        for count, part_step, steps in (rest[0] if rest else ())
     )
+    return Run(part=part, offsets=tuple(offsets), sizes=tuple(sizes), repeats=repeats)
 
 
-def _repeat(data: Any) -> Repeat:
-    count, part_step, distances = data
-    if not is_count(count):
-        raise ValueError(f"a run of {count!r} chunks")
-    return Repeat(count=count, part_step=steps([part_step])[0], steps=steps(distances))
+def _plain_chunk(chunk: ChunkEntry) -> list[Any]:
+    return [list(chunk.offsets), list(chunk.sizes), chunk.file, chunk.begin, chunk.length]
 
 
-def _part(data: Mapping[str, Any]) -> PartEntry:
-    number, files, count = data["part"], data["files"], data["chunks"]
-    if not (is_count(number) and is_count(count) and isinstance(files, list)):
-        raise ValueError(f"part {data!r}")
-    return PartEntry(number=number, files=tuple(files), count=count)
-
-
-def _check_mappings(manifest: Manifest) -> None:
-    if not strings(manifest.aliases) or not strings(manifest.versions):
-        raise TypeError("aliases and versions must have strings as names and values")
-    if not isinstance(manifest.linked, list) or not manifest.files.keys() >= set(manifest.linked):
-        raise TypeError("linked must be a list of names that are in files")
-    if not isinstance(manifest.layout, dict) or not is_count(manifest.optimizers):
-        raise TypeError("layout must be an object, and optimizers a count")
-    for number in (manifest.step, manifest.epoch):
-        if number is not None and not is_count(number):
-            raise TypeError(f"{number!r} is not a count")
-    for moment in (manifest.written, manifest.taken):
-        if moment is not None and not (type(moment) is float and 0 <= moment < _LATEST):
-            raise TypeError(f"{moment!r} is not a time")
-
-
-def _check_parts(manifest: Manifest) -> None:
-    """Refuse parts that share a file or a number, or claim more chunks than they have text for."""
-    if manifest.schema < PART_SCHEMA:
-        return
-    names = [n for name, part in manifest.parts.items() for n in (name, *part.files)]
-    if len(set(names)) < len(names) or not manifest.files.keys() >= set(names):
-        raise ValueError("a file of a part is in two parts, or not in files")
-    if len({part.number for part in manifest.parts.values()}) < len(manifest.parts):
-        raise ValueError("two parts have the same number")
-    for name, part in manifest.parts.items():
-        if part.count * _CHUNK_BYTES > manifest.files[name].size:
-            raise ValueError(f"{name} is too small for {part.count} chunks")
-    total = sum(entry.count for entry in manifest.tensors.values())
-    held = sum(part.count for part in manifest.parts.values())
-    if total != held:
-        raise ValueError(f"the tensors have {total} chunks, the parts {held}")
+def _chunks(
+    data: Iterable[Sequence[Any]], names: Mapping[str, str] | None = None
+) -> tuple[ChunkEntry, ...]:
+    """Parse chunks; of files that are in ``names``, unless that is None."""
+    return tuple(
+        ChunkEntry(
+            offsets=tuple(offsets),
+            sizes=tuple(sizes),
+            file=file if names is None else names[file],
+            begin=begin,
+            length=length,
+        )
+        for offsets, sizes, file, begin, length in data
+    )
 
 
 def library_versions() -> dict[str, str]:

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.hashed_files import read_entry
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
     STATE_FILE,
     Manifest,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import PART_SCHEMA, entry_of, read_entry
-from lightning_megatron.checkpoint.directory.sealed_text import read_text
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.errors import DamagedCheckpointError
+from lightning_megatron.errors import DamagedCheckpointError, summary
 
 _THREADS = 4
 
@@ -43,11 +41,8 @@ def check_files(directory: AnyPath, manifest: Manifest) -> None:
             faults.append(f"{name} is missing")
         elif (size := present[name]) != entry.size:
             faults.append(f"{name} has {size} bytes, not the {entry.size} that were written")
-    required = {manifest.file(STATE_FILE)}
-    if manifest.schema < PART_SCHEMA:  # later, large checkpoints have none
-        required.add(manifest.file(METADATA_FILE))
-    required -= manifest.files.keys()
-    faults += [f"{name} is not in the manifest" for name in sorted(required)]
+    if manifest.file(STATE_FILE) not in manifest.files:
+        faults.append(f"{STATE_FILE} is not in the manifest")
     if faults:
         raise DamagedCheckpointError(f"damaged: {summary(faults)}")
 
@@ -83,7 +78,7 @@ def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Pee
 
 def foreign_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Return the files in the directory that do not belong to the checkpoint; none is ever read."""
-    known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an index may have been made later
+    known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an export may have been made later
     return sorted(path.name for path in directory.iterdir() if path.name not in known)
 
 
@@ -106,12 +101,7 @@ def _share(manifest: Manifest, peers: Peers) -> list[str]:
 
 def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | None:
     expected, path = manifest.files[name], directory / name
-    try:
-        # A part must be text to the end, as its size limits the chunks that it may claim.
-        is_part = name in manifest.parts
-        found = entry_of(read_text(path).encode()) if is_part else read_entry(path)
-    except DamagedCheckpointError as error:
-        return str(error)
+    found = read_entry(path)
     if found.sha256 == expected.sha256:
         return None
     shared = "; other checkpoints share the file" if is_shared(path) else ""

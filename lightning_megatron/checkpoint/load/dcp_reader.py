@@ -1,10 +1,9 @@
 """The reader of shards: it fills the chunks of this rank.
 
-Every rank reads the stored rectangles that overlap its own, without communication. The index
-(index.py) names them. Then one part after the other is read: each file is opened once, read from
-front to back, and the intersection of the stored and the wanted rectangle is copied. The checks
-that torch.distributed.checkpoint leaves out are made in index.py; tensor_archive.py takes the
-numbers out of the archives.
+Every rank reads the stored rectangles that overlap its own, without communication. The manifest
+names them. Then one part after the other is read: each file is opened once, read from front to
+back, and the intersection of the stored and the wanted rectangle is copied. tensor_archive.py takes
+the numbers out of the archives.
 """
 
 import io
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
-from lightning_megatron.checkpoint.directory.index import ShardIndex
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry
+from lightning_megatron.checkpoint.directory.coverage import overlapping
+from lightning_megatron.checkpoint.directory.manifest import ChunkEntry, Manifest, Part
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.tensor_archive import read_tensor
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
@@ -45,60 +44,62 @@ class _Placed:
 
 
 def read_chunks(
-    directory: AnyPath, index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+    directory: AnyPath, manifest: Manifest, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
 ) -> None:
     """Fill this rank's chunks in place; not collective.
 
     Args:
         directory: the checkpoint.
-        index: its index, checked.
+        manifest: its manifest, checked.
         chunks: the chunks to fill.
         stored: the stored name of every chunk.
 
     Raises:
-        DamagedCheckpointError: a file does not hold what the index says.
+        DamagedCheckpointError: a file does not hold what the manifest says.
         CheckpointError: a file cannot be read.
     """
-    by_part = _by_part(index, chunks, stored)
+    by_part = _by_part(manifest, chunks, stored)
     try:
         for number in sorted(by_part):
-            _read_part(directory, index, list(_placed(index, number, by_part.pop(number))))
+            part = manifest.part(directory, number)
+            placed = list(_placed(part, number, by_part.pop(number)))
+            _read_part(directory, manifest, placed)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"reading {directory}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"reading {directory}: {error}") from error
 
 
-def files_of(index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> set[str]:
-    """Return the names of the files that `read_chunks` would open."""
+def files_of(
+    directory: AnyPath, manifest: Manifest, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+) -> set[str]:
+    """Return the names of the shards that `read_chunks` would open."""
     return {
         one.place.file
-        for number, wanted in _by_part(index, chunks, stored).items()
-        for one in _placed(index, number, wanted)
+        for number, wanted in _by_part(manifest, chunks, stored).items()
+        for one in _placed(manifest.part(directory, number), number, wanted)
     }
 
 
 def _by_part(
-    index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+    manifest: Manifest, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
 ) -> dict[int, list[_Wanted]]:
     """Return the stored rectangles that overlap those of this rank, by part."""
     by_part: dict[int, list[_Wanted]] = defaultdict(list)
     for name, chunk in ((n, part) for n, held in chunks.items() for part in held.rectangles()):
         if not chunk.tensor.numel():
             continue
-        for number, rectangle in index.overlapping(stored[name], (chunk.offsets, chunk.sizes)):
+        entry = manifest.tensors[stored[name]]
+        for number, rectangle in overlapping(entry, (chunk.offsets, chunk.sizes)):
             wanted = _Wanted(stored=stored[name], rectangle=rectangle, target=chunk)
             by_part[number].append(wanted)
     return by_part
 
 
-def _placed(index: ShardIndex, number: int, wanted: Sequence[_Wanted]) -> Iterator[_Placed]:
+def _placed(part: Part, number: int, wanted: Sequence[_Wanted]) -> Iterator[_Placed]:
     """Yield the wanted rectangles of a part, with their bytes."""
-    tensors = index.part(number).tensors
     for one in wanted:
-        place = next(
-            (c for c in tensors.get(one.stored, ()) if c.offsets == one.rectangle[0]), None
-        )
+        place = next((c for c in part.get(one.stored, ()) if c.offsets == one.rectangle[0]), None)
         if place is None or place.sizes != one.rectangle[1]:
             raise DamagedCheckpointError(
                 f"{one.stored}: the chunk at {one.rectangle[0]} is not in part {number}"
@@ -106,13 +107,13 @@ def _placed(index: ShardIndex, number: int, wanted: Sequence[_Wanted]) -> Iterat
         yield _Placed(place=place, wanted=one)
 
 
-def _read_part(directory: AnyPath, index: ShardIndex, placed: list[_Placed]) -> None:
+def _read_part(directory: AnyPath, manifest: Manifest, placed: list[_Placed]) -> None:
     placed.sort(key=lambda one: (one.place.file, one.place.begin))
     for file_name, in_file in groupby(placed, key=lambda one: one.place.file):
         with (directory / file_name).open("rb") as file:
             # What several chunks of ours need of a stored one is read once.
             for key, of_chunk in groupby(in_file, key=lambda one: (one.wanted.stored, one.place)):
-                _fill(file, list(of_chunk), index.tensors[key[0]].dtype)
+                _fill(file, list(of_chunk), manifest.tensors[key[0]].torch_dtype)
 
 
 _AT_ONCE = 4 << 20

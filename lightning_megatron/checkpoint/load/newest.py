@@ -21,13 +21,12 @@ import torch.distributed as dist
 
 from lightning_megatron.checkpoint.directory.commit import locate, set_aside
 from lightning_megatron.checkpoint.directory.discovery import Places, age, candidates, renamed
-from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalCandidate, LocalStock
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, summary
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """An open checkpoint.
 
 Opening verifies it, the cheapest check first, and nothing is parsed before its hash was compared:
-the root manifest against its own hash; names and sizes of the files; their contents; and whether
-the chunks tile the tensors and are where the manifests say. The ranks share the last two.
+the manifest against its own hash; names and sizes of the files; their contents; and whether the
+chunks tile the tensors. The ranks share the last two.
 """
 
 import difflib
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.commit import locate
-from lightning_megatron.checkpoint.directory.index import ShardIndex, StoredTensor, raise_if_damaged
-from lightning_megatron.checkpoint.directory.manifest import read_manifest
+from lightning_megatron.checkpoint.directory.coverage import raise_if_damaged, tensor_faults
+from lightning_megatron.checkpoint.directory.manifest import TensorEntry, read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.directory.verify import check_contents, check_files
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
@@ -44,8 +44,7 @@ class CheckpointReader:
     Attributes:
         peers: the ranks that read.
         directory: path of the checkpoint.
-        manifest: its root manifest.
-        index: the index of its tensors.
+        manifest: its manifest, the index of its files and tensors.
         state: Lightning's state.
         extras: module state that is not a parameter or buffer, by name.
         optimizers: the result of `merge_snapshots` for each optimizer.
@@ -89,28 +88,27 @@ class CheckpointReader:
         self.manifest = read_manifest(self.directory)
 
     def _read(self) -> list[str]:
-        """Read what every rank needs; return the faults of this rank's share of the index."""
-        self.index = ShardIndex(self.directory, self.manifest)
+        """Read what every rank needs; return the faults of this rank's share of the tensors."""
         content = read_state_files(self.directory, self.manifest)
         self.state: dict[str, Any] = content["state"]
         self.extras: dict[str, Any] = content["extras"]
         self.optimizers: list[dict[str, Any]] = content["optimizers"]
         self.versions: dict[str, int | str] | None = content.get("versions")
-        return self.index.faults(self.peers.rank, self.peers.size)
+        return tensor_faults(self.manifest.tensors, self.peers.rank, self.peers.size)
 
     @property
     def is_pretrained(self) -> bool:
         """Whether the checkpoint holds weights to start from, and not the state of a run."""
         return PRETRAINED in self.state
 
-    def entry(self, stored: str) -> StoredTensor | None:
+    def entry(self, stored: str) -> TensorEntry | None:
         """Return shape, dtype and chunks of a stored tensor; None if there is none."""
-        return self.index.tensors.get(stored)
+        return self.manifest.tensors.get(stored)
 
     def model_names(self) -> list[str]:
         """Return the names of the stored parameters and buffers."""
         prefix = f"{MODEL_PREFIX}."
-        names = self.index.tensors
+        names = self.manifest.tensors
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     def stored_name(self, name: str, aliases: Sequence[str] = ()) -> str | None:
@@ -150,17 +148,17 @@ class CheckpointReader:
 
         Raises:
             ConfigError: the checkpoint has no such tensor, or the tensor no such index.
-            DamagedCheckpointError: a file does not hold what the index says.
+            DamagedCheckpointError: a file does not hold what the manifest says.
         """
         stored = self.stored_name(name)
         if stored is None:
             close = difflib.get_close_matches(name, self.model_names(), n=1, cutoff=0.0)
             nearest = f"; nearest valid: {close[0]!r}" if close else ""
             raise ConfigError(f"name={name!r}: {self.directory} has no such tensor{nearest}")
-        entry = self.index.tensors[f"{MODEL_PREFIX}.{stored}"]
+        entry = self.manifest.tensors[f"{MODEL_PREFIX}.{stored}"]
         rows = _rows(name, entry.shape, index)
         sizes = (len(rows), *entry.shape[1:]) if entry.shape else ()
-        part = torch.empty(sizes, dtype=entry.dtype, device=device)
+        part = torch.empty(sizes, dtype=entry.torch_dtype, device=device)
         offsets = (rows.start, *[0] * (len(sizes) - 1)) if sizes else ()
         chunk = Chunk(tensor=part, full_shape=entry.shape, offsets=offsets)
         self.read({f"{MODEL_PREFIX}.{stored}": chunk})
@@ -175,7 +173,7 @@ class CheckpointReader:
                 name when None.
         """
         names = stored or {name: name for name in chunks}
-        read_chunks(self.directory, self.index, chunks, names)
+        read_chunks(self.directory, self.manifest, chunks, names)
 
 
 def _rows(name: str, shape: tuple[int, ...], index: int | slice | None) -> range:

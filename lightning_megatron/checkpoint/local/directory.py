@@ -5,7 +5,7 @@
     /dev/shm/lightning_megatron-1000/      of each user; or the option ``directory``
         3f0c...-a81b.../                   of each run: a hash of its shared places, and a token
             lock                           locked while the run lives
-            step=00000120.ckpt/            files of some ranks, copies of others (inventory.py)
+            step=00000120.ckpt/            files of some ranks, copies of others (restore.py)
 
 The first half of the name identifies a run that is started again: it keeps its shared checkpoints
 in the same places. The token keeps apart runs at the same time. The lock, which the system releases

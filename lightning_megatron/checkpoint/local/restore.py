@@ -2,10 +2,16 @@
 
 A restart may place processes on other nodes, and files may be lost, so everything is searched anew.
 One rank of each node lists the files there, by names and sizes. The first rank merges the lists,
-newest first. All ranks open a checkpoint together: every file is compared with its hash on one of
-the nodes that have it, if possible on the one that wrote it. A damaged file is renamed, and another
-node's copy is compared. If a good copy of every file is left, the checkpoint is whole. Nodes that
-lack the small files get them then.
+newest first. No node has all files, but each has the manifest, which lists them all. Directories
+whose manifests are equal to the byte belong to one checkpoint, and only their files are put
+together; a step that was saved twice is not mistaken for another. Where the manifest of a node is
+damaged, that of another says what the files beside it are.
+
+All ranks open a checkpoint together: every file is compared with its hash on one of the nodes that
+have it, if possible on that of the rank with the number of its writer, which needs it under the
+same layout. A damaged file is renamed, and another node's copy is
+compared. If a good copy of every file is left, the checkpoint is whole. Nodes that lack the small
+files get them then.
 
 Before tensors are read, each rank names the files that hold its chunks. Files that its node lacks
 are fetched, and files that were not compared yet are compared. Then reading works as from a
@@ -13,10 +19,10 @@ directory with all files.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,20 +30,21 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.commit import CORRUPT
-from lightning_megatron.checkpoint.directory.index import summary
-from lightning_megatron.checkpoint.directory.rank_manifest import read_entry
-from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.directory.hashed_files import read_entry, read_text
+from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes
 from lightning_megatron.checkpoint.load.dcp_reader import files_of
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.directory import check_room, checkpoints_in
-from lightning_megatron.checkpoint.local.inventory import Inventory, read_inventory
 from lightning_megatron.checkpoint.local.nodes import Nodes
-from lightning_megatron.checkpoint.local.save import OWN_FILE
 from lightning_megatron.checkpoint.local.transfer import Transfer, exchange
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, summary
 
 _THREADS = 4
+_SHARDS = ".distcp"
+"""Suffix of the files that no node needs all of."""
+_WRITER = re.compile(r"(?:__|manifest\.)(\d+)[_.]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +56,11 @@ class LocalCandidate:
     taken: float
     """Time at which the state was captured, in seconds since 1970."""
     digest: str
-    """Hash of its inventory."""
+    """Hash of its manifest."""
     name: str
     """Name of its directories, with that of the run."""
     leader: int
-    """Rank that has its inventory."""
+    """Rank that has its manifest."""
 
 
 class LocalStock:
@@ -79,12 +86,14 @@ class LocalStock:
         self._runs = runs
         self._new_run = new_run
         self._found: dict[str, Path] = {}
+        self._headless: dict[str, Path] = {}
+        """Directories whose manifests are damaged, by name; another node may have the manifest."""
 
     def find(self) -> list[LocalCandidate]:
         """Return the candidates, the newest first; collective."""
 
         def each() -> list[LocalCandidate]:
-            self._found = {}
+            self._found, self._headless = {}, {}
             if not self.nodes.is_leader(self.peers.rank):
                 return []
             return self._listed()
@@ -102,20 +111,21 @@ class LocalStock:
         found = []
         for run in self._runs():
             for path in checkpoints_in(run):
-                # A checkpoint that is damaged, or being deleted by another process, is left out.
-                with suppress(OSError, CheckpointError):
-                    inventory = read_inventory(path)
-                    digest = inventory.digest
-                    self._found[digest] = path
-                    found.append(
-                        LocalCandidate(
-                            step=inventory.step,
-                            taken=inventory.taken,
-                            digest=digest,
-                            name=f"{run.name}/{path.name}",
-                            leader=self.peers.rank,
-                        )
+                name = f"{run.name}/{path.name}"
+                try:
+                    manifest = read_manifest(path)
+                except (OSError, CheckpointError):  # or another process is deleting it
+                    self._headless[name] = path
+                    continue
+                digest, step, taken = manifest.sha256, manifest.step, manifest.taken
+                if digest is None or step is None or taken is None:
+                    continue
+                self._found[digest] = path
+                found.append(
+                    LocalCandidate(
+                        step=step, taken=taken, digest=digest, name=name, leader=self.peers.rank
                     )
+                )
         return found
 
     def open(self, candidate: LocalCandidate) -> "LocalReader":
@@ -128,69 +138,53 @@ class LocalStock:
         began = time.perf_counter()
         what = f"opening the local checkpoint {candidate.name}"
         peers = self.peers
-        inventory = peers.run(
-            what, lambda: self._inventory(candidate), lambda parts: parts[candidate.leader]
-        )
-        assert inventory is not None
-        share = _NodeShare(self, candidate, inventory, what)
+        text = peers.run(what, lambda: self._text(candidate), lambda parts: parts[candidate.leader])
+        share = _NodeShare(self, candidate, text, what)
         share.verify()
-        share.bring_to_all(inventory.everywhere)
+        share.bring_to_all(text)
         return LocalReader(share, began)
 
-    def directory(self, candidate: LocalCandidate, needed: int) -> Path:
-        """Return the directory of a checkpoint on this node, made if need be; on its leader."""
-        known = self._found.get(candidate.digest)
-        if known is None:
-            run, _, name = candidate.name.partition("/")
-            known = self._new_run(run, needed) / name
-            known.mkdir(mode=0o700, exist_ok=True)
-            self._found[candidate.digest] = known
-        return known
+    def known(self, candidate: LocalCandidate) -> Path | None:
+        """Return the directory in which this node has files of a checkpoint; on its leader."""
+        return self._found.get(candidate.digest) or self._headless.get(candidate.name)
 
-    def held(self, candidate: LocalCandidate, inventory: Inventory) -> tuple[set[str], int | None]:
-        """Return the files on this node, and its number when the checkpoint was written."""
-        path = self._found.get(candidate.digest)
-        if path is None or not self.nodes.is_leader(self.peers.rank):
-            return set(), None
-        number = None
-        with suppress(OSError, ValueError):
-            number = int((path / OWN_FILE).read_text())
-        return inventory.held(path), number
+    def made(self, candidate: LocalCandidate, needed: int) -> Path:
+        """Make a directory for the files of a checkpoint, with room for some bytes."""
+        run, _, name = candidate.name.partition("/")
+        made = self._new_run(run, needed) / name
+        made.mkdir(mode=0o700, exist_ok=True)
+        self._found[candidate.digest] = made
+        return made
 
-    def _inventory(self, candidate: LocalCandidate) -> Inventory | None:
+    def _text(self, candidate: LocalCandidate) -> str:
         if self.peers.rank != candidate.leader:
-            return None
-        return read_inventory(self._found[candidate.digest])
+            return ""
+        return read_text(self._found[candidate.digest] / MANIFEST_FILE)
 
 
 class _NodeShare:
     """The files of one checkpoint on each node; the same on all ranks."""
 
-    def __init__(
-        self, stock: LocalStock, candidate: LocalCandidate, inventory: Inventory, what: str
-    ) -> None:
-        self._stock = stock
-        self.candidate = candidate
-        self.inventory = inventory
+    def __init__(self, stock: LocalStock, candidate: LocalCandidate, text: str, what: str) -> None:
+        self.manifest = Manifest.from_json(text)
         self.what = what
         self.peers = stock.peers
         self.nodes = stock.nodes
         leads = self.nodes.is_leader(self.peers.rank)
-        largest = inventory.size(inventory.files)
 
-        def each() -> tuple[set[str], int | None, str | None]:
-            held, number = stock.held(candidate, inventory)
-            path = stock.directory(candidate, largest) if leads else None
-            return held, number, None if path is None else str(path)
+        def each() -> tuple[set[str], str]:
+            if not leads:
+                return set(), ""
+            path = stock.known(candidate)
+            if path is None:
+                return set(), str(stock.made(candidate, self.manifest.size))
+            present, files = sizes(path), self.manifest.files.items()
+            return {name for name, entry in files if present.get(name) == entry.size}, str(path)
 
         parts = self.peers.run(what, each, lambda parts: parts)
         leaders = [self.nodes.ranks(node)[0] for node in range(self.nodes.count)]
         self._held = [parts[leader][0] for leader in leaders]
-        self._numbers = [parts[leader][1] for leader in leaders]
-        paths = [parts[leader][2] for leader in leaders]
-        mine = paths[self.node]
-        assert mine is not None
-        self.directory = Path(mine)
+        self.directory = Path(parts[leaders[self.node]][1])
         self._sound: list[set[str]] = [set() for _ in leaders]
         """Files of each node that equal their hashes."""
         self.fetched = 0
@@ -208,16 +202,15 @@ class _NodeShare:
             share: dict[int, list[str]] = {}
             lost = []
             sound = set().union(*self._sound)
-            for name in self.inventory.files:
+            for name in self.manifest.files:
                 if name in sound:
                     continue
                 holders = [node for node, held in enumerate(self._held) if name in held]
                 if not holders:
                     lost.append(name)
                     continue
-                writer = self.inventory.nodes.get(name)
-                own = [node for node in holders if self._numbers[node] == writer]
-                chosen = (own or holders)[0]
+                reader = self._reader(name)
+                chosen = reader if reader in holders else holders[0]
                 share.setdefault(chosen, []).append(name)
             if lost:
                 reason = f"; {summary(damaged)}" if damaged else ""
@@ -228,6 +221,12 @@ class _NodeShare:
             if not share:
                 return
             damaged += self._compare(share)
+
+    def _reader(self, name: str) -> int | None:
+        """Return the node of the rank with the number of a file's writer; None if there is none."""
+        found = _WRITER.match(name)
+        rank = self.peers.size if found is None else int(found[1])
+        return self.nodes.of_rank[rank] if rank < self.peers.size else None
 
     def _compare(self, share: Mapping[int, Sequence[str]]) -> list[str]:
         """Compare files of each node with their hashes; return the faults."""
@@ -253,15 +252,15 @@ class _NodeShare:
         """Return this rank's share of the files of its node, balanced by bytes."""
         ranks = self.nodes.ranks(self.node)
         load, mine = dict.fromkeys(ranks, 0), []
-        for name in sorted(names, key=lambda n: (-self.inventory.files[n].size, n)):
+        for name in sorted(names, key=lambda n: (-self.manifest.files[n].size, n)):
             rank = min(ranks, key=load.__getitem__)
-            load[rank] += self.inventory.files[name].size + 1
+            load[rank] += self.manifest.files[name].size + 1
             if rank == self.peers.rank:
                 mine.append(name)
         return mine
 
     def _fault(self, name: str) -> tuple[str, str] | None:
-        path, expected = self.directory / name, self.inventory.files[name]
+        path, expected = self.directory / name, self.manifest.files[name]
         try:
             if (found := read_entry(path)) == expected:
                 return None
@@ -271,9 +270,23 @@ class _NodeShare:
             reason = str(error)
         return name, f"{path}: {reason}"
 
-    def bring_to_all(self, names: Sequence[str]) -> None:
-        """Fetch some files to every node."""
-        self.fetch_files([set(names)] * self.nodes.count)
+    def bring_to_all(self, text: str) -> None:
+        """Bring the small files to every node.
+
+        Args:
+            text: content of the manifest.
+        """
+        names = {name for name in self.manifest.files if not name.endswith(_SHARDS)}
+        self.fetch_files([names] * self.nodes.count)
+        file = self.directory / MANIFEST_FILE
+
+        def each() -> None:
+            if not self.nodes.is_leader(self.peers.rank):
+                return
+            if not file.is_file() or file.read_bytes() != text.encode():
+                file.write_bytes(text.encode())
+
+        self.peers.run(self.what, each, lambda _: None)
 
     def fetch_files(self, wanted: Sequence[set[str]]) -> None:
         """Fetch the files that each node wants, and compare those that it has.
@@ -290,14 +303,14 @@ class _NodeShare:
         transfers = self._transfers(wanted)
         if not transfers:
             return
-        files = self.inventory.files
+        files = self.manifest.files
 
         def each() -> None:
             arriving = [t.name for t in transfers if self.nodes.of_rank[t.target] == self.node]
             if self.nodes.is_leader(self.peers.rank):
                 for name in arriving:  # of another size
                     (self.directory / name).unlink(missing_ok=True)
-                check_room(self.directory, self.inventory.size(arriving))
+                check_room(self.directory, sum(files[name].size for name in arriving))
 
         self.peers.run(self.what, each, lambda _: None)
 
@@ -324,7 +337,7 @@ class _NodeShare:
                     if name in sound
                     for rank in self.nodes.ranks(other)
                 ]
-                size = self.inventory.files[name].size
+                size = self.manifest.files[name].size
                 source = min(sources, key=load.__getitem__)
                 load[source] += size
                 target = min(self.nodes.ranks(node), key=load.__getitem__)
@@ -357,20 +370,21 @@ class LocalReader(CheckpointReader):
 
     @override
     def _verify(self) -> None:
-        self.peers.run(self.what, self._open, lambda _: None)  # compared when it was opened
-        self._share.bring_to_all(list(self.manifest.parts))
+        self.manifest = self._share.manifest  # compared when it was opened
 
     @override
     def fetch_files(
         self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
     ) -> None:
-        inventory, nodes = self._share.inventory, self._share.nodes
+        nodes = self._share.nodes
         if chunks is None:
-            needs = [set(inventory.files)] * self.peers.size
+            needs = [set(self.manifest.files)] * self.peers.size
         else:
             names = stored or {name: name for name in chunks}
             needs = self.peers.run(
-                self.what, lambda: files_of(self.index, chunks, names), lambda parts: parts
+                self.what,
+                lambda: files_of(self.directory, self.manifest, chunks, names),
+                lambda parts: parts,
             )
         wanted: list[set[str]] = [set() for _ in range(nodes.count)]
         for rank, files in enumerate(needs):

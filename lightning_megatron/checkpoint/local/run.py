@@ -32,6 +32,7 @@ from typing import Any
 from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
 from lightning_megatron.checkpoint.directory.commit import remove
 from lightning_megatron.checkpoint.directory.discovery import Places
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.local.directory import (
     RunLock,
     bases,
@@ -44,7 +45,6 @@ from lightning_megatron.checkpoint.local.directory import (
     run_key,
     runs_of,
 )
-from lightning_megatron.checkpoint.local.inventory import read_inventory
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.restore import LocalStock
 from lightning_megatron.checkpoint.local.save import LocalSave
@@ -260,6 +260,6 @@ def _newest_first(runs: Sequence[Path]) -> list[Path]:
         for path in checkpoints_in(run):
             taken = 0.0  # an unreadable one is deleted first
             with suppress(OSError, CheckpointError):
-                taken = read_inventory(path).taken
+                taken = read_manifest(path).taken or 0.0
             dated.append((taken, path))
     return [path for _, path in sorted(dated, reverse=True)]

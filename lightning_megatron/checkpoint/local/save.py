@@ -5,9 +5,9 @@ steps together:
 
 1. one rank of each node makes a hidden directory there, if there is room;
 2. every rank writes its shards into the directory of its node;
-3. the first rank makes the small files (state, index, manifest) and the inventory, for all nodes;
+3. the first rank makes the small files (state, export, manifest), for all nodes;
 4. every rank sends its files to the ranks that keep copies (nodes.py), and receives others' files;
-5. each node writes manifest and inventory beside them and renames the directory;
+5. each node writes the small files beside them, the manifest last, and renames the directory;
 6. when all nodes have done so, each deletes its oldest checkpoint if there are too many.
 
 A crash before step 5 leaves nothing that looks like a checkpoint. A crash in step 5 leaves a
@@ -20,12 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.checkpoint.directory.commit import Staging
-from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.hashed_files import encoded
 from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
-from lightning_megatron.checkpoint.directory.sealed_text import encoded
 from lightning_megatron.checkpoint.local.directory import check_room
-from lightning_megatron.checkpoint.local.inventory import INVENTORY_FILE, Inventory
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.transfer import Transfer, exchange
 from lightning_megatron.checkpoint.rank_coordination import Peers
@@ -37,10 +34,7 @@ from lightning_megatron.checkpoint.save.save_plan import (
     report_part,
 )
 from lightning_megatron.checkpoint.save.write_error import write_error
-from lightning_megatron.errors import CheckpointError
-
-OWN_FILE = "node"
-"""File with the number that the node had when it wrote the checkpoint."""
+from lightning_megatron.errors import CheckpointError, summary
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,10 @@ class _Small:
     """Small files of the first rank, for all nodes."""
 
     manifest: Manifest
-    inventory: Inventory
     writers: Mapping[str, int]
     """Rank that wrote each of the other files."""
     contents: Mapping[str, bytes]
-    """Content of the small files."""
+    """Content of the small files, the manifest last."""
 
 
 class LocalSave:
@@ -167,33 +160,23 @@ class LocalSave:
             return None
         manifest, contents = self._planned.assemble(reports)
         contents[MANIFEST_FILE] = encoded(MANIFEST_FILE, manifest.to_json())
-        files = {**manifest.files, MANIFEST_FILE: entry_of(contents[MANIFEST_FILE])}
         writers = {name: rank for rank, report in enumerate(reports) for name in report.files}
-        nodes = {name: self._nodes.of_rank[rank] for name, rank in writers.items()}
-        assert manifest.step is not None
-        assert manifest.taken is not None
-        inventory = Inventory(step=manifest.step, taken=manifest.taken, files=files, nodes=nodes)
-        return _Small(manifest, inventory, writers, contents)
+        return _Small(manifest, writers, contents)
 
     def _copy(self, directory: Path, small: _Small, peers: Peers, made: Sequence[Staging]) -> None:
         """Exchange the copies, and write the small files into the directory of this node."""
-        inventory = small.inventory
         transfers = [
             Transfer(name=name, source=rank, target=keeper)
             for name, rank in small.writers.items()
             for keeper in self._nodes.keepers(rank, self._replicas)
         ]
-        faults = exchange(transfers, inventory.files, directory, peers)
+        faults = exchange(transfers, small.manifest.files, directory, peers)
         if faults:
             raise CheckpointError(f"copies for other nodes: {summary(faults)}")
         for staging in made:
             try:
                 for name, content in small.contents.items():
-                    if name != MANIFEST_FILE:
-                        staging.write(name, content)
-                node = self._nodes.of_rank[peers.rank]
-                staging.write(OWN_FILE, str(node).encode())
-                staging.write(INVENTORY_FILE, inventory.to_json().encode())
-                staging.write(MANIFEST_FILE, small.contents[MANIFEST_FILE])
+                    staging.write(name, content)
             except OSError as error:
-                raise write_error(error, directory, inventory.size(inventory.everywhere)) from error
+                needed = sum(map(len, small.contents.values()))
+                raise write_error(error, directory, needed) from error

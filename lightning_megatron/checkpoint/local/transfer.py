@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
+from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
 from lightning_megatron.checkpoint.rank_coordination import Peers
 
 BLOCK_BYTES = 4 << 20
@@ -149,7 +149,7 @@ class _Sender(_End):
             if self._file is None or self._failed:
                 block.zero_()
             elif self._file.readinto(block.numpy()) != len(block):  # type: ignore[attr-defined]
-                self.fail("the file is shorter than the inventory says")
+                self.fail("the file is shorter than the manifest says")
         except OSError as error:
             self.fail(error)
         work = dist.isend(block, self.transfer.target, group=self.group)

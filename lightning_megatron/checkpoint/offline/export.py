@@ -177,7 +177,7 @@ def _full_state(reader: CheckpointReader, device: torch.device, aliases: bool) -
     for name in reader.model_names():
         entry = reader.entry(f"{MODEL_PREFIX}.{name}")
         assert entry is not None
-        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        tensors[name] = torch.empty(entry.shape, dtype=entry.torch_dtype, device=device)
     reader.read({f"{MODEL_PREFIX}.{name}": whole(tensor) for name, tensor in tensors.items()})
     state: dict[str, Any] = {**tensors, **reader.extras}
     if aliases:

@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint.chunks import Chunk, whole
-from lightning_megatron.checkpoint.directory.dcp_metadata import read_metadata
-from lightning_megatron.checkpoint.directory.index import ShardIndex, summary
+from lightning_megatron.checkpoint.directory.dcp_metadata import manifest_of, read_metadata
+from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
 from lightning_megatron.checkpoint.directory.manifest import (
     METADATA_FILE,
     is_checkpoint,
     local_path,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
 from lightning_megatron.checkpoint.load.reader import PRETRAINED
 from lightning_megatron.checkpoint.offline.export import plain_hyper_parameters
@@ -43,7 +42,7 @@ from lightning_megatron.checkpoint.offline.offline_writer import (
     target_problems,
     write_in_parts,
 )
-from lightning_megatron.errors import ConfigError, DamagedCheckpointError, raise_if_any
+from lightning_megatron.errors import ConfigError, DamagedCheckpointError, raise_if_any, summary
 
 _META_FILE = "meta.pt"
 _HYPER_PARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -160,18 +159,18 @@ def _open_directory(directory: Path, trust_pickle: bool) -> _Opened:
         )
     metadata = _module_index(_index(directory, trust_pickle))
     sizes = {e.name: FileEntry(size=e.stat().st_size) for e in os.scandir(directory) if e.is_file()}
-    index = ShardIndex.of_metadata(directory, metadata, sizes)
-    entries = index.tensors
+    manifest = manifest_of(metadata, sizes)
+    entries = manifest.tensors
     prefix = _prefix(entries)
 
     def empty(stored: str, device: str) -> Tensor:
         entry = entries[stored]
-        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        return torch.empty(entry.shape, dtype=entry.torch_dtype, device=device)
 
     def read(names: list[str]) -> dict[str, Tensor]:
         values = {name: empty(prefix + name, "cpu") for name in names}
         stored = {name: prefix + name for name in names}
-        read_chunks(directory, index, {n: whole(v) for n, v in values.items()}, stored)
+        read_chunks(directory, manifest, {n: whole(v) for n, v in values.items()}, stored)
         return values
 
     meta = directory / _META_FILE

@@ -177,10 +177,10 @@ class _Making:
             return []
         self._used.add(source)
         own = shape[1:] if is_mixture else shape
-        entry = self._reader.index.tensors[f"{MODEL_PREFIX}.{source}"]
+        entry = self._reader.manifest.tensors[f"{MODEL_PREFIX}.{source}"]
         if tuple(entry.shape) != own:
             problems.append(f"{dense}: shape {entry.shape} in the checkpoint, the model has {own}")
-        info = TensorInfo(dtype=self._dtype or entry.dtype, shape=own)
+        info = TensorInfo(dtype=self._dtype or entry.torch_dtype, shape=own)
         if not is_mixture:
             return [_Piece(name=source, info=info, source=source)]
         return [
@@ -191,7 +191,7 @@ class _Making:
         stored = self._reader.stored_name(f"{self._prefix}{block}.mlp.up.weight")
         if self._dtype is not None or stored is None:
             return self._dtype or torch.float32
-        return self._reader.index.tensors[f"{MODEL_PREFIX}.{stored}"].dtype
+        return self._reader.manifest.tensors[f"{MODEL_PREFIX}.{stored}"].torch_dtype
 
     def parts(self, most: int) -> list[FileContent]:
         """Return the files of the new checkpoint, of at most ``most`` bytes each."""

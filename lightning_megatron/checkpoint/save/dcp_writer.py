@@ -47,12 +47,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunks import Chunk
-from lightning_megatron.checkpoint.directory.manifest import TensorEntry
-from lightning_megatron.checkpoint.directory.rank_manifest import (
-    ChunkEntry,
-    FileEntry,
-    RankManifest,
-)
+from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
+from lightning_megatron.checkpoint.directory.manifest import ChunkEntry, Part, TensorEntry
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.save.write_error import write_error
 
@@ -84,7 +80,7 @@ class WritePlan:
     def total(self) -> int:
         """Bytes of tensors that all ranks write; known to the first rank."""
         entries = () if self.tensors is None else self.tensors.values()
-        return sum(math.prod(e.shape) * getattr(torch, e.dtype).itemsize for e in entries)
+        return sum(math.prod(entry.shape) * entry.torch_dtype.itemsize for entry in entries)
 
     def under(self, prefix: str) -> "WritePlan":
         """Return the plan with a prefix for the names of files."""
@@ -141,8 +137,8 @@ class Written:
     """Names of the files that are links to those of an earlier checkpoint."""
 
 
-def part_of(plan: WritePlan, written: Written) -> RankManifest:
-    """Return the manifest of this rank.
+def part_of(plan: WritePlan, written: Written) -> Part:
+    """Return the part of this rank.
 
     Args:
         plan: the plan that was carried out.
@@ -163,8 +159,7 @@ def part_of(plan: WritePlan, written: Written) -> RankManifest:
                 length=info.length,
             )
         )
-    held = {name: tuple(chunks) for name, chunks in tensors.items()}
-    return RankManifest(number=plan.number, files=written.files, tensors=held)
+    return {name: tuple(chunks) for name, chunks in tensors.items()}
 
 
 def write_shards(

@@ -36,13 +36,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_megatron._torch import StorageInfo
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
-from lightning_megatron.checkpoint.directory.index import ShardIndex
-from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import (
-    ChunkEntry,
-    FileEntry,
-    RankManifest,
-)
+from lightning_megatron.checkpoint.directory.coverage import overlapping
+from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
+from lightning_megatron.checkpoint.directory.manifest import ChunkEntry, Manifest, Part
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.load.tensor_archive import read_tensor
@@ -83,8 +79,8 @@ class _Base:
     path: Path
     files: Mapping[str, FileEntry]
     """All of its files."""
-    parts: Sequence[RankManifest]
-    """Manifests of ranks that may have written chunks of this rank."""
+    parts: Sequence[Part]
+    """Parts of ranks that may have written chunks of this rank."""
     dtypes: Mapping[str, torch.dtype]
     """Dtypes of its tensors."""
 
@@ -99,7 +95,7 @@ class Increments:
         self._trained: frozenset[str] = frozenset()
         self._bases: deque[_Base] = deque(maxlen=_REMEMBERED)
         self._loaded: tuple[Path, Manifest] | None = None
-        self._written: RankManifest | None = None
+        self._written: Part | None = None
         self._dtypes: Mapping[str, torch.dtype] = {}
         self._samples: dict[MetadataIndex, bytes] = {}
         self._sampled: dict[MetadataIndex, bytes] = {}
@@ -136,19 +132,18 @@ class Increments:
             return
         path, manifest = loaded
         try:
-            index = ShardIndex(path, manifest)
             numbers = {
                 number
                 for item in items.values()
-                if item.index.fqn in index.tensors
-                for number, rectangle in index.overlapping(item.index.fqn, _rectangle(item))
+                if (entry := manifest.tensors.get(item.index.fqn)) is not None
+                for number, rectangle in overlapping(entry, _rectangle(item))
                 if rectangle == _rectangle(item)
             }
-            parts = [index.part(number) for number in sorted(numbers)]
+            parts = [manifest.part(path, number) for number in sorted(numbers)]
         except (OSError, CheckpointError) as error:  # then everything is written
             logger.debug("%s cannot be linked to: %s", path, error)
             return
-        dtypes = {name: tensor.dtype for name, tensor in index.tensors.items()}
+        dtypes = {name: entry.torch_dtype for name, entry in manifest.tensors.items()}
         self._remember(_Base(path, manifest.files, parts, dtypes))
 
     def writing(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
@@ -191,7 +186,7 @@ class Increments:
                 return None
             done = _joined(done, written)
         self._written = part_of(plan, done)
-        self._dtypes = {name: chunks[name].tensor.dtype for name in self._written.tensors}
+        self._dtypes = {name: chunks[name].tensor.dtype for name in self._written}
         return done
 
     def _stands_still(self, index: MetadataIndex) -> bool:
@@ -208,8 +203,8 @@ class Increments:
         """Return the files of the last checkpoint that seem to be unchanged."""
         found: dict[str, list[_StoredChunk]] = {}
         no_good: set[str] = set()
-        held = [part.tensors for part in self._bases[0].parts] if self._bases else []
-        for name, place in ((n, c) for tensors in held for n, cs in tensors.items() for c in cs):
+        parts = self._bases[0].parts if self._bases else ()
+        for name, place in ((n, c) for part in parts for n, held in part.items() for c in held):
             index = MetadataIndex(name, torch.Size(place.offsets))
             item = items.get(index)
             tensor = None if item is None else values_of(chunks, index)

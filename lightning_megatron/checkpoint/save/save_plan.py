@@ -6,10 +6,9 @@ writes tensors and state into a hidden sibling directory and commits by a rename
 run later, on another thread and another group, with copies of the tensors. The order is
 
 1. the first rank makes the directory;
-2. every rank writes its tensors (dcp_writer.py) and then its manifest
-   (rank_manifest.py);
-3. the first rank writes the state, the index of torch.distributed.checkpoint where that is small
-   enough (dcp_metadata.py) and, last, the root manifest with all sizes and hashes, and renames.
+2. every rank writes its tensors (dcp_writer.py) and then its part of the manifest (manifest.py);
+3. the first rank writes the state, the export for torch.distributed.checkpoint where that is small
+   enough (dcp_metadata.py) and, last, the manifest with all sizes and hashes, and renames.
 
 The other ranks send the first one the names, sizes and hashes of their files.
 
@@ -28,23 +27,18 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.chunks import Chunk, chunks_of
 from lightning_megatron.checkpoint.directory.commit import Staging, staging_for
-from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_index
-from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_metadata
+from lightning_megatron.checkpoint.directory.hashed_files import FileEntry, encoded, entry_of
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
     Manifest,
-    PartEntry,
+    Part,
     library_versions,
-)
-from lightning_megatron.checkpoint.directory.rank_manifest import (
-    FileEntry,
-    RankManifest,
-    entry_of,
     part_file,
+    part_text,
 )
 from lightning_megatron.checkpoint.directory.remote_commit import RemoteStaging
-from lightning_megatron.checkpoint.directory.sealed_text import encoded
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
@@ -64,7 +58,7 @@ from lightning_megatron.checkpoint.trainer_state.state_files import (
     join_states,
     rank_state,
 )
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, summary
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +78,18 @@ class PartReport:
     """Report of a rank about its part, for the first rank."""
 
     name: str | None
-    """Name of the rank's manifest; None for a rank that has nothing to write."""
-    entry: PartEntry
+    """Name of the file of the part; None for a rank that has nothing to write."""
     files: Mapping[str, FileEntry]
-    """Files of the rank, its manifest included."""
+    """Files of the rank, that of the part included."""
     linked: frozenset[str]
     """Names of the files that are links to earlier ones."""
-    part: RankManifest | None
-    """The manifest itself, if it is needed for ``.metadata``."""
+    part: Part | None
+    """The part itself, if it is needed for ``.metadata``."""
     content: bytes | None = None
-    """Content of the manifest until it is written."""
+    """Content of the file of the part until it is written."""
 
     def write(self, staging: Staging | RemoteStaging) -> "PartReport":
-        """Write the manifest of the rank.
+        """Write the part of the rank.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -118,18 +111,16 @@ def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
         written: the result.
 
     Raises:
-        CheckpointError: the manifest would be too large to be read.
+        CheckpointError: the part would be too large to be read.
     """
     part = part_of(plan, written)
-    entry = PartEntry(number=plan.number, files=tuple(written.files), count=part.count)
     files, name, content = dict(written.files), None, None
-    if part.tensors:
+    if part:
         name = prefix + part_file(plan.number)
-        content = encoded(name, part.to_json())
+        content = encoded(name, part_text(part))
         files[name] = entry_of(content)
     return PartReport(
         name=name,
-        entry=entry,
         files=files,
         linked=written.linked,
         part=part if plan.count <= MOST_CHUNKS else None,
@@ -212,7 +203,7 @@ class PlannedSave:
                 staging.discard()
 
     def finish(self, staging: Staging | RemoteStaging, reports: Sequence[PartReport]) -> Manifest:
-        """Write state, index and root manifest, and publish; on the first rank."""
+        """Write state, export and manifest, and publish; on the first rank."""
         manifest, small = self.assemble(reports, staging.prefix)
         staging.write_all(small)
         visible = sizes(staging.directory)
@@ -229,7 +220,7 @@ class PlannedSave:
     def assemble(
         self, reports: Sequence[PartReport], prefix: str = ""
     ) -> tuple[Manifest, dict[str, bytes]]:
-        """Return the root manifest and the content of files still to write; on the first rank.
+        """Return the manifest and the content of files still to write; on the first rank.
 
         Args:
             reports: reports of all ranks.
@@ -240,7 +231,7 @@ class PlannedSave:
         contents = self.state_files.files()
         parts = [report.part for report in reports if report.part is not None]
         if len(parts) == len(reports):
-            contents = {METADATA_FILE: pickled_index(self.plan.tensors, parts), **contents}
+            contents = {METADATA_FILE: pickled_metadata(self.plan.tensors, parts), **contents}
         else:
             logger.info(
                 "%s has %d chunks: %s, which torch.distributed.checkpoint reads, is left out; "
@@ -258,7 +249,6 @@ class PlannedSave:
             written=time.time(),
             versions=library_versions(),
             files=files,
-            parts={report.name: report.entry for report in reports if report.name is not None},
             linked=sorted(name for report in reports for name in report.linked),
             tensors=self.plan.tensors,
             aliases=dict(self.state_files.aliases),

@@ -16,21 +16,18 @@ from safetensors.torch import save as safetensors_save
 from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import StateMapping, chunks_of
+from lightning_megatron.checkpoint.directory.hashed_files import encoded, read_text
 from lightning_megatron.checkpoint.directory.manifest import (
     STATE_FILE,
     STATE_TENSORS_FILE,
     Manifest,
 )
-from lightning_megatron.checkpoint.directory.sealed_text import LARGEST_TEXT, encoded, read_text
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, merge_snapshots
 from lightning_megatron.checkpoint.trainer_state.codec import Decoder, Encoder
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, raise_if_any
 
 logger = logging.getLogger(__name__)
-
-_DENSEST = 1000
-"""Largest ratio of a file's size to the disk space it takes; compression reaches less."""
 
 _HYPER_PARAMETERS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 # Types, which are Lightning's own; a plain dict loads as well.
@@ -151,7 +148,6 @@ def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         data = json.loads(read_text(directory / manifest.file(STATE_FILE)))
         tensors: dict[str, Tensor] = {}
         if (name := manifest.file(STATE_TENSORS_FILE)) in manifest.files:
-            _refuse_holes(directory / name)
             tensors = safetensors_load((directory / name).read_bytes())
         content = Decoder(tensors).decode(data)
     except OSError:
@@ -167,13 +163,3 @@ def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     if not isinstance(versions, dict) or any(type(v) not in (int, str) for v in versions.values()):
         raise DamagedCheckpointError(f"{STATE_FILE} has no versions of modules")
     return content
-
-
-def _refuse_holes(file: AnyPath) -> None:
-    """Refuse a file of far more bytes than the disk holds, as reading it would allocate them."""
-    found = file.stat()
-    kept = getattr(found, "st_blocks", found.st_size) * 512
-    if found.st_size > LARGEST_TEXT and found.st_size > _DENSEST * kept:
-        raise DamagedCheckpointError(
-            f"{file.name} has {found.st_size} bytes, far more than its content of {kept}"
-        )

@@ -77,7 +77,10 @@ def test_files_of_another_checkpoint_are_found(path, tmp_path):
         assert file.stat().st_size == (other / file.name).stat().st_size or "json" in file.name
         content = file.read_bytes()
         if (other / file.name).read_bytes() == content:
-            assert file.name == ".metadata"  # an index of the same tensors is the same
+            assert file.name in (
+                ".metadata",
+                "manifest.0.json",
+            )  # the same places
             continue
         shutil.copy(other / file.name, file)
         # A foreign manifest is intact itself, and all files are foreign to it.
@@ -110,7 +113,7 @@ def test_hole_in_a_tensor_is_found_before_anything_is_read(path):
     tensors["model.0.bias"] = replace(
         tensors["model.0.bias"], runs=2 * tensors["model.0.bias"].runs
     )
-    rewrite_manifest(path, tensors=tensors)  # as many chunks as before
+    rewrite_manifest(path, tensors=tensors)
     assert_refused(path, "model.0.weight: only 0 of 12 elements are stored")
 
 

@@ -1,29 +1,22 @@
-import hashlib
 import json
 
 import pytest
 
 from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run
+from lightning_megatron.checkpoint.directory.hashed_files import entry_of, is_file_name
 from lightning_megatron.checkpoint.directory.manifest import (
-    SCHEMA,
     Manifest,
-    PartEntry,
     TensorEntry,
     is_checkpoint,
     library_versions,
     local_path,
     read_manifest,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
-from lightning_megatron.checkpoint.directory.sealed_text import is_file_name
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from tests.checkpoint.older import sealed
 
 FILES = {"state.json": entry_of(b"{}"), ".metadata": entry_of(b"abc")}
-PARTS = {
-    f"manifest.{i}.json": PartEntry(number=i, files=(f"__{i}_0.distcp",), count=1) for i in (0, 1)
-}
-SHARDS = {n: entry_of(bytes(99)) for name, p in PARTS.items() for n in (name, *p.files)}
-SHARD = "__0_0.distcp"
+SHARDS = {n: entry_of(bytes(99)) for i in (0, 1) for n in (f"manifest.{i}.json", f"__{i}_0.distcp")}
 RUN = Run(
     part=0,
     offsets=(0, 1),
@@ -37,16 +30,9 @@ MANIFEST = Manifest(
     layout={"tp": 2},
     versions={"torch": "2"},
     files=FILES | SHARDS,
-    parts=PARTS,
     tensors={"model.a": TensorEntry(dtype="float32", shape=(2, 4), runs=(RUN,))},
     aliases={"b": "a"},
 )
-
-
-def sealed(data):
-    """The text of a manifest with this content, and the right hash of itself."""
-    body = json.dumps(data, indent=1)[: -len("\n}")]
-    return f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def changed(**changes):
@@ -105,18 +91,15 @@ def test_hash_of_the_manifest_is_named_expected_and_found():
 
 def test_the_first_schema_is_refused_but_not_called_damaged():
     text = json.dumps({"schema": 1, "files": {".metadata": {"size": 3, "sha256": None}}})
-    with pytest.raises(CheckpointError, match="format 1, .* formats 2 to 3 are read;") as info:
+    with pytest.raises(CheckpointError, match="format 1, .* formats 2 to 4 are read;") as info:
         Manifest.from_json(text)
     assert not isinstance(info.value, DamagedCheckpointError)
 
 
-def test_sealed_manifest_cannot_pass_for_one_without_hashes():
+def test_manifest_without_its_hash_is_refused():
     body = MANIFEST.to_json().rpartition(",\n")[0]
     with pytest.raises(DamagedCheckpointError, match="does not end with its own hash"):
         Manifest.from_json(body + "\n}\n")
-    for text in (body.replace(f'"schema": {SCHEMA}', '"schema": 1') + "\n}\n", changed(schema=1)):
-        with pytest.raises(DamagedCheckpointError, match="schema 1"):
-            Manifest.from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -147,61 +130,12 @@ def test_name_that_leaves_the_directory_is_refused(name):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        *({"files": {"a": {"size": s, "sha256": "0" * 64}}} for s in (-1, "1", 1.5, True, None)),
-        *({"files": {"a": {"size": 1, "sha256": s}}} for s in (None, "", "0" * 63, 7)),
-        {"files": {"manifest.json": {"size": 1, "sha256": "0" * 64}}},
-        *(
-            {"tensors": {"a": {"dtype": "float32", "shape": [2], "chunks": [run]}}}
-            for run in (
-                *(
-                    [0, [0], [1], repeats]
-                    for repeats in ([[2, 1]], [[-2, 1, [1]]], [[2, 1.5, [1]]])
-                ),
-                *([0, [0], [1], [[2, 1, steps]]] for steps in ([1 << 63], ["1"], 1)),
-                [0, [0], [1], [[1 << 40, 0, [0]]]],
-                *([part, [0], [2]] for part in (-1, "0", None)),
-                *([0, [0]], [0, [0], [2], [], []], [0, 0, [2]], [0, [-1], [2]], 3),
-            )
-        ),
-        {"tensors": {"a": {"dtype": "float32", "shape": [-1], "chunks": []}}},
-        {"tensors": {"a": {"dtype": "float32", "shape": [10**30], "chunks": []}}},
-        {"tensors": {"a": {"dtype": 3, "shape": [1], "chunks": []}}},
-        *(
-            {
-                "parts": {
-                    "manifest.0.json": {"part": 0, "files": ["__0_0.distcp"], "chunks": 2} | lie
-                }
-            }
-            for lie in (
-                *({"part": number} for number in (-1, "0", None)),
-                *({"files": files} for files in (["other"], ["manifest.0.json"], "x", [3], None)),
-                *({"chunks": count} for count in (0, 1, 3, -1, 1 << 40, None)),
-            )
-        ),
-        {"parts": {}},
-        {"parts": {name: {"part": 0, "files": [], "chunks": 1} for name in PARTS}},
-        {"aliases": {"a": 3}},
-        {"step": "3"},
-        {"written": 1e300},
-        {"optimizers": -1},
-        {"layout": 3},
-        {"schema": 0},
-        {"schema": True},
-    ],
+    [{"files": 3}, {"files": {"a": 1}}, {"tensors": {"a": {}}}, {"tensors": {"a": {"chunks": 3}}}],
     ids=str,
 )
-def test_lies_are_refused(changes):
+def test_what_has_other_fields_is_refused(changes):
     with pytest.raises(DamagedCheckpointError, match="not a manifest"):
         Manifest.from_json(changed(**changes))
-
-
-def test_name_that_stands_there_twice_is_refused():
-    text = changed().replace('"layout": {', '"step": 9,\n "layout": {')
-    body = text[: text.rindex(',\n "sha256"')]
-    text = f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
-    with pytest.raises(DamagedCheckpointError, match="twice"):
-        Manifest.from_json(text)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import re
 import pytest
 
 from lightning_megatron.checkpoint.directory import verify
+from lightning_megatron.checkpoint.directory.hashed_files import entry_of
 from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.directory.verify import (
     check_contents,
     check_files,
@@ -60,13 +60,10 @@ def test_files_with_other_content_are_named_with_both_hashes(directory):
     assert "state.json" not in text
 
 
-@pytest.mark.parametrize(
-    ("name", "schema"), [(".metadata", 2), ("state.json", 2), ("state.json", 3)]
-)
-def test_required_files_must_be_listed(directory, name, schema):
-    files = {n: e for n, e in MANIFEST.files.items() if n != name}
-    with pytest.raises(DamagedCheckpointError, match=f"{name} is not in the manifest"):
-        check(directory, Manifest(schema=schema, files=files))
+def test_the_state_must_be_listed(directory):
+    files = {name: entry for name, entry in MANIFEST.files.items() if name != "state.json"}
+    with pytest.raises(DamagedCheckpointError, match="state.json is not in the manifest"):
+        check(directory, Manifest(files=files))
 
 
 def test_link_out_of_the_directory_is_refused(directory, tmp_path):

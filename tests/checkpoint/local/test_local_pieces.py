@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron import CheckpointConfig, LocalCheckpointConfig
-from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
+from lightning_megatron.checkpoint.directory.hashed_files import entry_of
 from lightning_megatron.checkpoint.local import directory as local_directory
 from lightning_megatron.checkpoint.local.directory import (
     RunLock,
@@ -17,11 +17,10 @@ from lightning_megatron.checkpoint.local.directory import (
     remove_abandoned,
     roomiest,
 )
-from lightning_megatron.checkpoint.local.inventory import Inventory
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.transfer import BLOCK_BYTES, Transfer, exchange
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.testing import WorkerPool
 
 
@@ -94,22 +93,6 @@ def test_files_travel_and_what_is_spoiled_is_not_there(pool: WorkerPool, tmp_pat
         (["0-empty", "0-long", "0-short"], ["1-short", "1-long"]),
         (["1-empty"], ["1-short", "1-long"]),
     ]
-
-
-def test_an_inventory_is_what_was_written_or_nothing() -> None:
-    files = {"manifest.json": entry_of(b"m"), "__0_0.distcp": entry_of(b"shard")}
-    inventory = Inventory(step=3, taken=5.5, files=files, nodes={"__0_0.distcp": 1})
-    text = inventory.to_json()
-    assert Inventory.from_json(text) == inventory
-    assert inventory.everywhere == ["manifest.json"]
-    for damaged in (text[:-9], text.replace("5.5", "5.6"), "", "{}", text + "x"):
-        with pytest.raises(DamagedCheckpointError):
-            Inventory.from_json(damaged)
-    for name in ("../x", "a/b", ""):
-        files = {"manifest.json": entry_of(b"m"), name: entry_of(b"evil")}
-        evil = Inventory(step=3, taken=5.5, files=files, nodes={name: 0})
-        with pytest.raises(DamagedCheckpointError, match="is no inventory"):
-            Inventory.from_json(evil.to_json())
 
 
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

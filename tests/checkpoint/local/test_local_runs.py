@@ -14,10 +14,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_megatron import PipelineSequential
+from lightning_megatron.checkpoint.directory.hashed_files import FileEntry, read_entry
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
+from lightning_megatron.checkpoint.local import restore
 from lightning_megatron.layers import MixtureOfExperts, RouterConfig
 from lightning_megatron.testing import WorkerPool
 from tests.checkpoint.damage import flip
 from tests.checkpoint.local.local_training import checkpoints, disk, lose, train
+from tests.checkpoint.older import make_format_3
 from tests.strategy.resuming import WIDTH, Block, Noisy, differences
 
 TP = {"tp": 2, "zero": 1}
@@ -104,6 +108,19 @@ def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None
     assert_goes_on(whole(1), rest, (1, 0), "step=00000003.ckpt")
 
 
+def test_what_an_earlier_version_has_left(pool: WorkerPool, tmp_path: Path, whole: Whole) -> None:
+    """Its list of files beside the manifest is not needed, and its files are deleted as others."""
+    pool.run(2, train, tmp_path, [0, 1], TP, crash=4)
+    for path in (path for node in (0, 1) for path in checkpoints(tmp_path, node)):
+        make_format_3(path)
+        (path / "local.json").write_text("{}")
+        (path / "node").write_text("0")
+    (checkpoints(tmp_path, 1)[-1] / "manifest.0.json").unlink()
+    rest = pool.run(2, train, tmp_path, [0, 1], TP, seed=8)
+    assert_goes_on(whole(1), rest, (1, 2), "step=00000004.ckpt")
+    assert checkpoints(tmp_path, 0) == checkpoints(tmp_path, 1) == []
+
+
 class Mixed(nn.Module):
     """Adds the output of experts, among which a bias keeps the balance."""
 
@@ -157,6 +174,46 @@ def test_two_nodes_of_which_none_has_all(pool: WorkerPool, tmp_path: Path) -> No
     lose(tmp_path, 0)
     rest = pool.run(2, train, tmp_path, [1, 2], layout, **options)
     assert begun_at(rest) == {"step=4.ckpt"}
+
+
+def test_the_manifest_of_a_node_is_damaged(pool: WorkerPool, tmp_path: Path) -> None:
+    """Only that node has its shards: they count, by the manifest of the other."""
+    layout: dict[str, Any] = {"pp": 2, "num_microbatches": 2}
+    pool.run(2, train, tmp_path, [0, 1], layout, crash=3, replicas=0)
+    damaged = checkpoints(tmp_path, 0)[-1] / "manifest.json"
+    flip(damaged, 900)
+    rest = pool.run(2, train, tmp_path, [0, 1], layout, crash=4, replicas=0)
+    assert begun_at(rest) == {"step=00000003.ckpt"}
+    assert read_manifest(damaged.parent).step == 3
+
+
+def compared(*args: Any, **options: Any) -> list[str]:
+    """Train, and return which files this rank has compared to know that the newest is whole."""
+    names: list[str] = []
+    verify, found = restore._NodeShare.verify, []
+
+    def note(path: Path) -> FileEntry:
+        names.append(path.name)
+        return read_entry(path)
+
+    def noted(share: Any) -> None:
+        verify(share)
+        found.extend(names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "read_entry", note)
+        patch.setattr(restore._NodeShare, "verify", noted)
+        train(*args, **options)
+    return sorted(found)
+
+
+def test_each_file_is_compared_once_where_it_is_needed(pool: WorkerPool, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"pp": 2, "num_microbatches": 2}
+    pool.run(2, train, tmp_path, [0, 1], layout, crash=3)
+    first, second = pool.run(2, compared, tmp_path, [0, 1], layout, crash=4)
+    state = ["state.json", "state.safetensors"]
+    assert first == [".metadata", "__0_0.distcp", "manifest.0.json", *state]
+    assert second == ["__1_0.distcp", "manifest.1.json"]
 
 
 @pytest.mark.thorough

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_megatron.checkpoint.directory.hashed_files import is_file_name, read_text
 from lightning_megatron.checkpoint.directory.manifest import local_path
-from lightning_megatron.checkpoint.directory.sealed_text import is_file_name, read_text
 from lightning_megatron.checkpoint.offline.huggingface.safetensors_file import (
     SafetensorsFile,
     TensorInfo,

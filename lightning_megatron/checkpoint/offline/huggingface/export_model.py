@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.commit import Staging, write_durably
-from lightning_megatron.checkpoint.directory.index import StoredTensor
-from lightning_megatron.checkpoint.directory.manifest import local_path
+from lightning_megatron.checkpoint.directory.manifest import TensorEntry, local_path
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.offline.huggingface.directory import (
     CONFIG_FILE,
@@ -141,7 +140,8 @@ class _Writing:
         raise_if_any(self._find(shapes_of(config)))
         self.infos = {
             weight.name: TensorInfo(
-                dtype=(None if weight.keeps_dtype else dtype) or self._entry(weight.ours[0]).dtype,
+                dtype=(None if weight.keeps_dtype else dtype)
+                or self._entry(weight.ours[0]).torch_dtype,
                 shape=weight.shape,
             )
             for weight in weights
@@ -167,8 +167,8 @@ class _Writing:
         ]
         return problems
 
-    def _entry(self, name: str) -> StoredTensor:
-        return self._reader.index.tensors[f"{MODEL_PREFIX}.{self._stored[name]}"]
+    def _entry(self, name: str) -> TensorEntry:
+        return self._reader.manifest.tensors[f"{MODEL_PREFIX}.{self._stored[name]}"]
 
     def write(self, directory: Path, max_shard_bytes: int) -> int:
         """Write all files and their index; return the bytes of all tensors."""

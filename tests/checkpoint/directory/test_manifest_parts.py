@@ -1,4 +1,4 @@
-"""Parts of a manifest: what ranks have written, and what may happen to that."""
+"""Parts of a manifest: where ranks have written, and what may happen to that; older formats."""
 
 import json
 import os
@@ -14,21 +14,14 @@ from torch.distributed import checkpoint as dcp
 from lightning_megatron.checkpoint.chunks import Chunk, whole
 from lightning_megatron.checkpoint.collective_io import load_directory, save_directory
 from lightning_megatron.checkpoint.directory import dcp_metadata as dcp_index
-from lightning_megatron.checkpoint.directory import sealed_text
-from lightning_megatron.checkpoint.directory.chunk_runs import Run
-from lightning_megatron.checkpoint.directory.index import ShardIndex
-from lightning_megatron.checkpoint.directory.manifest import read_manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import (
-    ChunkEntry,
-    RankManifest,
-    part_file,
-)
+from lightning_megatron.checkpoint.directory import hashed_files, manifest
+from lightning_megatron.checkpoint.directory.manifest import part_file, read_manifest
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
-from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.checkpoint.trainer_state import state_files
+from lightning_megatron.checkpoint.offline.export import load_full_state_dict, load_tensor
+from lightning_megatron.checkpoint.offline.offline_writer import FileContent, write_in_parts
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
-from tests.checkpoint.damage import flip, part_at, rewrite_manifest, rewrite_part
+from tests.checkpoint.damage import flip, forge, part_at, rewrite_part
 
 ROWS = torch.arange(24.0).reshape(8, 3)
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -40,10 +33,10 @@ def rows(rank, size, value=0.0):
     return Chunk(tensor=tensor, full_shape=(8, 3), offsets=(begin, 0))
 
 
-def save_job(path, value=0.0):
+def save_job(path):
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    state = {"rows": rows(rank, size, value), "same": whole(torch.ones(2))}
+    state = {"rows": rows(rank, size), "same": whole(torch.ones(2))}
     save_directory(path, state if rank < 3 else {}, {"global_step": 5})
     return size
 
@@ -60,18 +53,15 @@ def path(of_three, tmp_path):
     return Path(shutil.copytree(of_three, tmp_path / "a.ckpt"))
 
 
-def test_each_rank_says_what_it_wrote(path):
+def test_each_rank_says_where_its_bytes_are(path):
     manifest = read_manifest(path)
-    by_rank = manifest.files_by_rank
-    assert {rank: sorted(files) for rank, files in by_rank.items()} == {
-        rank: [f"__{rank}_0.distcp", f"manifest.{rank}.json"] for rank in range(3)
-    }
-    others = manifest.files.keys() - {name for files in by_rank.values() for name in files}
-    assert others == {".metadata", "state.json"}
+    assert manifest.writers == [0, 1, 2]
+    shards = {f(rank) for rank in range(3) for f in (part_file, "__{}_0.distcp".format)}
+    assert manifest.files.keys() == {".metadata", "state.json"} | shards
     for rank in range(3):
-        part = part_at(path, rank)
-        assert part.files == {f"__{rank}_0.distcp": by_rank[rank][f"__{rank}_0.distcp"]}
-        assert RankManifest.from_json(part.to_json(), "a part") == part
+        (chunk,) = part_at(path, rank)["model.rows"]
+        assert chunk.file == f"__{rank}_0.distcp"
+        assert f"{chunk.begin}, {chunk.length}" in (path / part_file(rank)).read_text()
     assert manifest.tensors["model.rows"].count == 3
     assert "distcp" not in json.dumps(json.loads((path / "manifest.json").read_text())["tensors"])
 
@@ -94,17 +84,13 @@ def refuses(path, message):
     assert main(["ckpt", "verify", str(path)]) == 1
 
 
-def test_every_flipped_bit_of_a_part_is_found(path):
+def test_flipped_bits_of_a_part_are_found(path):
     file = path / part_file(1)
-    text = file.read_text()
-    for bit in range(8 * len(text)):
-        flip(file, bit)
-        with pytest.raises((DamagedCheckpointError, UnicodeDecodeError)):
-            RankManifest.from_json(file.read_text(), "a part")
-        flip(file, bit)
-    for bit in (1, 500, 8 * len(text) - 3):
+    for bit in (1, 500, 8 * file.stat().st_size - 3):
         flip(file, bit)
         refuses(path, "manifest.1.json: the content has SHA-256")
+        with pytest.raises(DamagedCheckpointError, match="not the part that was written|not text"):
+            read_manifest(path).part(path, 1)
         flip(file, bit)
     assert torch.equal(load_full_state_dict(path)["rows"], ROWS)
 
@@ -115,22 +101,10 @@ def swap(path):
     (path / "aside").rename(path / "manifest.2.json")
 
 
-def of_another_save(pool, path):
-    pool.run(3, save_job, path.parent / "b.ckpt", 1.0)
-    shutil.copy(path.parent / "b.ckpt" / "manifest.1.json", path)
-
-
-def grow(file, size):
-    with file.open("r+b") as stream:
-        stream.truncate(size)  # sparse: it costs nothing to make
-
-
-def test_parts_that_are_not_what_was_written_are_refused(pool, path):
+def test_parts_that_are_not_what_was_written_are_refused(path):
     swap(path)
-    refuses(path, "manifest.1.json: .*manifest.2.json: ")
+    refuses(path, "manifest.1.json.*manifest.2.json")
     swap(path)
-    of_another_save(pool, path)
-    refuses(path, "manifest.1.json: the content has SHA-256")
     (path / "manifest.1.json").unlink()
     refuses(path, "manifest.1.json is missing")
     shutil.copy(path / "manifest.0.json", path / "manifest.1.json")
@@ -142,73 +116,17 @@ def test_parts_that_are_not_what_was_written_are_refused(pool, path):
     refuses(path, "manifest.1.json is a link out")
 
 
-def test_part_of_any_size_takes_no_memory(path):
-    grow(path / "manifest.1.json", 1 << 40)
-    refuses(path, "manifest.1.json has 1099511627776 bytes, not the")
-    # The root says so too; and who loads has not hashed it.
-    entry = read_manifest(path).files["manifest.1.json"]
-    huge = {**read_manifest(path).files, "manifest.1.json": replace(entry, size=1 << 40)}
-    rewrite_manifest(path, files=huge)
-    index = ShardIndex(path, read_manifest(path))
-    with pytest.raises(DamagedCheckpointError, match="more than .* are not read"):
-        index.part(1)
-    grow(path / "manifest.1.json", 1 << 28)
-    with pytest.raises(DamagedCheckpointError, match="has NUL bytes"):
-        index.part(1)
-
-
-PLACE = ChunkEntry(offsets=(2, 0), sizes=(3, 3), file="__1_0.distcp", begin=0, length=99)
-LIES = {
-    "another number": ({"number": 2}, "contradict"),
-    "no file": ({"files": {}, "tensors": {}}, "contradict"),
-    "a file of another rank": (
-        {"tensors": {"model.rows": (replace(PLACE, file="__2_0.distcp"),)}},
-        "not part of a manifest",
-    ),
-    "a file above": (
-        {"tensors": {"model.rows": (replace(PLACE, file="../x"),)}},
-        "not part of a manifest",
-    ),
-    "fewer chunks": ({"tensors": {}}, "contradict"),
-    "another tensor": ({"tensors": {"model.x": (PLACE,)}}, "root manifest has no chunk"),
-    "another place": (
-        {"tensors": {"model.rows": (replace(PLACE, offsets=(3, 0)),)}},
-        "root manifest has no chunk",
-    ),
-    "another size": (
-        {"tensors": {"model.rows": (replace(PLACE, sizes=(9, 1)),)}},
-        "root manifest has no chunk",
-    ),
-    "too short": ({"tensors": {"model.rows": (replace(PLACE, length=3),)}}, "exceeds file"),
-    "beyond the file": ({"tensors": {"model.rows": (replace(PLACE, begin=1 << 50),)}}, "exceeds"),
-    "no count": (
-        {"tensors": {"model.rows": (replace(PLACE, begin=-1),)}},
-        "has no file, begin or length",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", LIES)
-def test_forged_parts_are_refused(path, kind):
-    changes, message = LIES[kind]
-    rewrite_part(path, 1, **changes)
-    refuses(path, message)
-
-
-def test_root_that_claims_other_chunks_is_refused(path):
-    tensors = dict(read_manifest(path).tensors)
-    first, rest = tensors["model.rows"].runs
-    lie = (
-        replace(first, part=1),
-        replace(rest, repeats=()),
-        Run(part=0, offsets=(5, 0), sizes=(3, 3)),
-    )
-    tensors["model.rows"] = replace(tensors["model.rows"], runs=lie)
-    rewrite_manifest(path, tensors=tensors)
-    refuses(path, "rows: the chunk at .* is in no file|root manifest has no chunk")
-    tensors["model.rows"] = replace(tensors["model.rows"], runs=(replace(first, part=7), rest))
-    rewrite_manifest(path, tensors=tensors)
-    refuses(path, "model.rows: a chunk is in no file")
+def test_a_part_that_says_something_else_is_refused(path):
+    (chunk,) = part_at(path, 1)["model.rows"]
+    others = [replace(chunk, offsets=(3, 0)), replace(chunk, sizes=(2, 3))]
+    for part in ({}, *({"model.rows": [other]} for other in others)):
+        rewrite_part(path, 1, part)
+        with pytest.raises(DamagedCheckpointError, match=r"the chunk at \(2, 0\) is not in part 1"):
+            load_full_state_dict(path)
+    for content in (b"[]", b'{"tensors": {"a": [3]}}'):
+        forge(path, part_file(1), content)
+        with pytest.raises(DamagedCheckpointError, match="manifest.1.json is not part of a manif"):
+            load_full_state_dict(path)
 
 
 def test_ranks_read_only_the_parts_that_they_need(pool, path):
@@ -220,26 +138,49 @@ def count_parts_job(path):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     reader = CheckpointReader(path)
-    reader.index._kept.clear()
     chunk = rows(rank, 2, -1.0)
     reader.read({"model.rows": chunk})
     assert torch.equal(chunk.tensor, rows(rank, 2).tensor)
-    return sorted(reader.index._kept)
+    return sorted(reader.manifest.parts)
 
 
-def test_older_checkpoints_are_read_verified_and_indexed(tmp_path, capsys):
-    path = Path(shutil.copytree(FIXTURES / "schema2.ckpt", tmp_path / "old.ckpt"))
-    assert read_manifest(path).schema == 2
+def test_parts_are_forgotten_when_they_are_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "_KEPT_PARTS", 2)
+    chunks = [{"a": rows(rank, 4)} for rank in range(4)]
+    parts = [FileContent(planned=chunk, load=lambda chunk=chunk: chunk) for chunk in chunks]
+    write_in_parts(tmp_path / "a.ckpt", parts, {})
+    reader = CheckpointReader(tmp_path / "a.ckpt", alone=True)
+    value = whole(torch.zeros(8, 3))
+    reader.read({"model.a": value})
+    assert torch.equal(value.tensor, ROWS)
+    assert sorted(reader.manifest.parts) == [2, 3]
+
+
+@pytest.mark.parametrize("schema", [2, 3])
+def test_older_checkpoints_are_read_verified_and_indexed(tmp_path, capsys, schema):
+    path = Path(shutil.copytree(FIXTURES / f"schema{schema}.ckpt", tmp_path / "old.ckpt"))
+    saved = read_manifest(path)
+    assert (saved.schema, saved.writers) == (schema, [0, 1])
     expected = torch.arange(24.0).reshape(6, 4)
     assert torch.equal(load_full_state_dict(path)["rows"], expected)
+    assert torch.equal(load_tensor(path, "rows", slice(2, 5)), expected[2:5])
     assert main(["ckpt", "verify", str(path)]) == 0
     assert main(["ckpt", "show", "--json", str(path)]) == 0
     assert main(["ckpt", "index", str(path)]) == 0
     assert ".metadata was there" in capsys.readouterr().out
-    saved = read_manifest(path)
-    assert [part.count for part in saved.embedded.values()] == [1, 1]
+    assert [len(saved.part(path, number)["model.rows"]) for number in (0, 1)] == [1, 1]
     flip(path / "__1_0.distcp", 999)
     refuses(path, "__1_0.distcp: the content has SHA-256")
+
+
+def test_all_that_format_3_holds_is_read():
+    path = FIXTURES / "schema3.ckpt"
+    state = load_full_state_dict(path)
+    assert torch.equal(state["alias"], torch.ones(2, dtype=torch.bfloat16))
+    assert (state["one"].dtype, state["scalar"].item()) == (torch.bfloat16, 7)
+    reader = CheckpointReader(path, alone=True)
+    assert (reader.manifest.step, reader.manifest.epoch) == (9, 1)
+    assert reader.state["callbacks"] == {"best": torch.tensor(0.5)}
 
 
 def read_by_dcp(path):
@@ -273,10 +214,9 @@ def test_large_checkpoints_get_the_index_of_dcp_on_demand(tmp_path, monkeypatch,
 )
 def test_nothing_is_written_that_is_too_large_to_be_read(tmp_path, monkeypatch, limit, file):
     save_directory(tmp_path / "a.ckpt", {"rows": rows(0, 1)}, {"x": "old"})
-    monkeypatch.setattr(sealed_text, "LARGEST_TEXT", limit)
-    monkeypatch.setattr(state_files, "LARGEST_TEXT", limit)
+    monkeypatch.setattr(hashed_files, "LARGEST_TEXT", limit)
     state = {"x": "x" * (400 if file == "state.json" else 1)}
-    chunks = {f"rows{i}": rows(0, 1) for i in range(1 if limit == 300 else 5)}
+    chunks = {f"rows{i}": rows(0, 1) for i in range(1 if file == "state.json" else 6)}
     with pytest.raises(CheckpointError, match=rf"{file} would have \d+ bytes, and at most {limit}"):
         save_directory(tmp_path / "a.ckpt", chunks, state)
     monkeypatch.undo()
