@@ -68,7 +68,7 @@ from lightning_megatron.parallel.apply import (
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet
-from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.unparallelize import is_whole
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
@@ -408,7 +408,10 @@ class MegatronStrategy(LaunchingStrategy):
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
             self.parallel.data.show_gradients(looks)
-            if self.parallel.spare is not None:
+            if (
+                self.topology.pp.size > 1
+                and self.parallel.transforms.pipeline.partition == MEASURED
+            ):
                 self.tuners.append(MeasuredPartition(self))
         self.stop.begin()
         if self.world_size > 1:
