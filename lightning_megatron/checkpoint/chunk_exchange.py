@@ -15,7 +15,6 @@ nobody waits for any more is let go of, so that memory is free for what comes ne
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
 import torch
@@ -151,21 +150,14 @@ class ChunkExchange:
             for name in forms:
                 takers[name].append(rank)
         for name, having in holders.items():
-            routes = []
+            routes: list[_Route] = []
             for target in takers[name]:
                 begin = target % len(having)
                 own = [target] if name in self._everyone[target] else []
+                sources = [*own, *having[begin:], *having[:begin]]
                 for needed in wishes[target][name].rectangles:
                     missing = [needed] if prod(needed[1]) else []
-                    for source in chain(own, having[begin:], having[:begin]):
-                        if not missing:
-                            break
-                        form = self._everyone[source][name]
-                        for held in form.rectangles:
-                            for common in _take(missing, held):
-                                routes.append(
-                                    _Route(name, source, target, held, needed, common, form.dtype)
-                                )
+                    routes += self._ways(name, sources, target, needed, missing)
                     if missing and lacks is not None:
                         lacks.append(
                             f"{self._what}: no rank has {name!r} from {missing[0][0]} on, "
@@ -173,6 +165,18 @@ class ChunkExchange:
                             "the chunks of all ranks"
                         )
             yield name, routes
+
+    def _ways(
+        self, name: str, sources: Sequence[int], target: int, needed: Form, missing: list[Form]
+    ) -> Iterator[_Route]:
+        """Yield ways from ``sources`` in turn, until nothing of a rectangle is ``missing``."""
+        for source in sources:
+            if not missing:
+                return
+            form = self._everyone[source][name]
+            for held in form.rectangles:
+                for common in _take(missing, held):
+                    yield _Route(name, source, target, held, needed, common, form.dtype)
 
     def _carry(self, routes: Sequence[_Route], needed: Mapping[str, Chunk]) -> None:
         """Send, receive and copy what is under way at once."""

@@ -238,8 +238,8 @@ class _Trunk:
         keys = {key for state in view.state.values() for key in state}
         if odd := [key for key in keys if type(key) is not str]:
             raise ConfigError(
-                f"{type(optimizer).__name__} state {odd[0]!r} has no name; nearest valid: keys that "
-                "are strings"
+                f"{type(optimizer).__name__} state {odd[0]!r} has no name; nearest valid: strings "
+                "as keys"
             )
         parameters = {name: self._chunks[f"{MODEL_PREFIX}.{name}"] for name in names.values()}
         snapshot = capture_optimizer(view, names, parameters)
