@@ -88,30 +88,31 @@ def relayout(host: Host, transforms: Transforms) -> None:
     """Move the trunk to other transforms; collective over all processes.
 
     Args:
-        host: whose module it is: pipelined, with a skeleton, without pending gradients, and on all
-            ranks without an `obstacle`.
+        host: whose module it is: pipelined, with a skeleton, without pending gradients, and with
+            optimizers without `group_problems`.
         transforms: those of the present, with another partition, say.
 
     Raises:
-        ConfigError: what a rank needs, none has; on all ranks alike.
+        ConfigError: some rank has what cannot move (`obstacle`); raised on all ranks alike, and
+            nothing has changed.
     """
     parallel, optimizers = host.parallel, host.optimizers
     assert parallel.trunk is not None
     assert parallel.spare is not None
     module, topology, trunk = parallel.module, parallel.topology, parallel.trunk
     order = {name: i for i, name in enumerate(dict.fromkeys(parallel.canonical.values()))}
-    before = _Trunk(parallel, optimizers)
-    exchange = ChunkExchange(
-        _WHAT, before.take(), peers=Peers(host.host_group), device=topology.device
-    )
-    encoded: list[Any] = topology.pp.all_gather_object(_encode(before.notes))
-    everyone: list[dict[str, Any]] = [_decode(*parts) for parts in encoded]
+    peers = Peers(host.host_group)
+    described: list[tuple[_Trunk, tuple[str, bytes]]] = []
+    peers.run(_WHAT, lambda: described.append(_describe(host)), lambda _: None)
+    before, notes = described.pop()
+    exchange = ChunkExchange(_WHAT, before.take(), peers=peers, device=topology.device)
+    everyone = [_decode(*parts) for parts in topology.pp.all_gather_object(notes)]
     beside = [_empty(optimizer, trunk) for optimizer in optimizers]
     spare = parallel.spare
     del parallel, before
     host.let_go()
     trunk.refill(spare)
-    trainable = _united([notes["trainable"] for notes in everyone])
+    trainable = _united([each["trainable"] for each in everyone])
     for name, parameter in trunk.named_parameters(prefix=trunk_prefix(module, trunk)):
         parameter.requires_grad_(trainable[name])
     again = skeleton_of(module)
@@ -120,7 +121,7 @@ def relayout(host: Host, transforms: Transforms) -> None:
     for index, optimizer in enumerate(optimizers):
         _refill_groups(optimizer, beside[index], new, order, [n["groups"][index] for n in everyone])
     host.adopt(new)
-    _fill(new, optimizers, exchange, everyone, Peers(host.host_group))
+    _fill(new, optimizers, exchange, everyone, peers)
     host.precision.forget_weights()
     new.data.gather_all()
 
@@ -134,7 +135,7 @@ def obstacle(host: Host) -> str | None:
     if changed is not None:
         return f"the items were changed since: {changed}"
     try:
-        _encode(_Trunk(parallel, host.optimizers).notes)
+        _describe(host)
     except ConfigError as error:
         return error.problems[0]
     return None
@@ -246,6 +247,12 @@ class _Trunk:
         prefix = f"{OPTIMIZER_PREFIX}.{index}"
         self._chunks |= {f"{prefix}.{name}": chunk for name, chunk in snapshot.tensors.items()}
         return snapshot.values
+
+
+def _describe(host: Host) -> tuple[_Trunk, tuple[str, bytes]]:
+    """Return what this rank holds, and its notes for other ranks."""
+    held = _Trunk(host.parallel, host.optimizers)
+    return held, _encode(held.notes)
 
 
 def _parameters(parallel: ParallelModule) -> tuple[dict[Tensor, str], dict[str, Chunk]]:

@@ -15,6 +15,7 @@ from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequent
 from lightning_megatron.checkpoint.chunks import own_chunks, parameter_names
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
 from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.apply import Transforms
 from lightning_megatron.parallel.zero import ShardingConfig
@@ -211,6 +212,23 @@ class Keeping(Item):
         raise AssertionError("it travelled")
 
 
+class KeepingFirst(Item):
+    """Keeps an object in the first item, which is on the first stage."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps = KeepingFirst.made % 6 == 0
+        KeepingFirst.made += 1
+
+    def get_extra_state(self) -> Any:
+        return Secret() if self.keeps else None
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("it travelled")
+
+
 class Numbered(torch.optim.SGD):
     """Keeps state under a number."""
 
@@ -280,3 +298,33 @@ def test_a_trunk_that_cannot_move_stays_and_says_why(
     for moved, found in pool.run(4, hindered, optimizer, item):
         assert moved == (reason is None)
         assert (found is None) if reason is None else (reason in str(found))
+
+
+class Tries(L.Callback):
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            strategy, before = trainer.strategy, everything(trainer.strategy)
+            with pytest.raises(ConfigError) as found:
+                relayout(strategy, stages(1, 5)(strategy.parallel.transforms))
+            self.errors.append(str(found.value))
+            after = everything(strategy)
+            assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def refused() -> list[str]:
+    L.seed_everything(1, verbose=False)
+    tries = Tries()
+    strategy = MegatronStrategy(pp=MEASURED, num_microbatches=2)
+    trainer = quiet_trainer(strategy, callbacks=[tries], precision="32-true")
+    trainer.fit(Module(KeepingFirst))
+    assert trainer.global_step == 4
+    return tries.errors
+
+
+def test_what_one_rank_cannot_hand_on_all_ranks_refuse_and_go_on(pool: WorkerPool) -> None:
+    first, second = pool.run(2, refused)
+    assert first == second
+    assert "trunk.layers.0: a tests.strategy.test_relayout.Secret has no plain form" in first[0]
