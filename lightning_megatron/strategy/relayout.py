@@ -128,12 +128,6 @@ def relayout(host: Host, transforms: Transforms) -> None:
 
 def obstacle(host: Host) -> str | None:
     """Why the trunk cannot move, as far as this rank can tell; None if it can."""
-    parallel = host.parallel
-    assert parallel.trunk is not None
-    assert parallel.spare is not None
-    changed = changed_since(parallel.trunk, parallel.spare)
-    if changed is not None:
-        return f"the items were changed since: {changed}"
     try:
         _describe(host)
     except ConfigError as error:
@@ -250,8 +244,16 @@ class _Trunk:
 
 
 def _describe(host: Host) -> tuple[_Trunk, tuple[str, bytes]]:
-    """Return what this rank holds, and its notes for other ranks."""
-    held = _Trunk(host.parallel, host.optimizers)
+    """Return what this rank holds, and its notes for other ranks; raises what `obstacle` says."""
+    parallel = host.parallel
+    assert parallel.trunk is not None
+    assert parallel.spare is not None
+    if (changed := changed_since(parallel.trunk, parallel.spare)) is not None:
+        raise ConfigError(
+            f"{_WHAT}: {changed} after the run had begun; nearest valid: the same in "
+            "configure_model, or partition='parameters'"
+        )
+    held = _Trunk(parallel, host.optimizers)
     return held, _encode(held.notes)
 
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import lightning as L
@@ -21,6 +21,7 @@ from lightning_megatron.parallel.apply import Transforms
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy import relayout as relayouts
 from lightning_megatron.strategy.relayout import obstacle, relayout
+from lightning_megatron.strategy.tuners import partition as tuner_module
 from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import GlobalBatches, quiet_trainer
@@ -33,6 +34,9 @@ MEASURED = PipelineConfig(degree=2, partition="measured")
 
 class Item(nn.Module):
     """A layer that counts, in a buffer that every data-parallel rank has for itself."""
+
+    linear: nn.Module
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +150,7 @@ def stages(*counts: int) -> Callable[[Transforms], Transforms]:
     return change
 
 
-def zero(stage: int) -> Callable[[Transforms], Transforms]:
+def zero(stage: Literal[0, 1, 2, 3]) -> Callable[[Transforms], Transforms]:
     sharding = ShardingConfig(stage=stage, min_numel=1)
     return lambda transforms: replace(stages(1, 5)(transforms), sharding=sharding)
 
@@ -328,3 +332,30 @@ def test_what_one_rank_cannot_hand_on_all_ranks_refuse_and_go_on(pool: WorkerPoo
     first, second = pool.run(2, refused)
     assert first == second
     assert "trunk.layers.0: a tests.strategy.test_relayout.Secret has no plain form" in first[0]
+
+
+class Exchanges(L.Callback):
+    """Exchanges a layer of the first stage before the trunk would move."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        item = module.trunk.layers[0]
+        if batch_idx == MOVES_BEFORE - 1 and isinstance(item, Item):
+            item.linear = nn.Sequential(item.linear)
+
+
+def exchanged() -> tuple[bool, list[str]]:
+    L.seed_everything(1, verbose=False)
+    strategy, said = MegatronStrategy(pp=MEASURED, num_microbatches=2), list[str]()
+    with forced([1, 5]), mock.patch.object(tuner_module, "rank_zero_info", said.append):
+        trainer = quiet_trainer(strategy, callbacks=[Exchanges()], precision="32-true")
+        trainer.fit(Stepped(torch.optim.SGD))
+    tuner = tuner_of(strategy, MeasuredPartition)
+    assert tuner is not None
+    assert tuner.report is not None
+    return tuner.report.after != tuner.report.before, said
+
+
+def test_a_trunk_with_another_layer_stays_and_every_rank_knows_why(pool: WorkerPool) -> None:
+    for moved, said in pool.run(2, exchanged):
+        assert not moved
+        assert "layers.0.linear (Sequential) was added or exchanged" in said[0]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import ItemTimes
@@ -112,9 +113,9 @@ class MeasuredPartition(Tuner):
 
     def _decide(self, times: ItemTimes) -> None:
         parallel = self._host.parallel
-        hindrance = relayout.obstacle(self._host)
-        forward, backward, weight, step, hindered = _over_all_ranks(
-            times, sum(len(part) for part in parallel.stages), hindrance, parallel.topology
+        hindrances = Peers(self._host.host_group).collect(relayout.obstacle(self._host))
+        forward, backward, weight, step = _over_all_ranks(
+            times, sum(len(part) for part in parallel.stages), parallel.topology
         )
         assert times.schedule is not None
         split = sum(weight) / sum(backward) if any(weight) else 0.5
@@ -128,9 +129,9 @@ class MeasuredPartition(Tuner):
             step_before=step,
             step_expected=step * (1.0 - plan.gain),
         )
-        if hindered or plan.gain < LEAST_GAIN:
-            other = "another rank cannot move its items" if hindered else None
-            self._stay(self.report, hindrance or other or f"saves only {plan.gain:.1%}")
+        why = next((f"rank {rank}: {w}" for rank, w in enumerate(hindrances) if w), None)
+        if why is not None or plan.gain < LEAST_GAIN:
+            self._stay(self.report, why or f"saves only {plan.gain:.1%}")
             return
         rank_zero_info(_moving(self.report, plan))
         transforms = parallel.transforms
@@ -172,12 +173,12 @@ def _sizes(stages: Sequence[range]) -> tuple[int, ...]:
 
 
 def _over_all_ranks(
-    times: ItemTimes, num_items: int, hindrance: str | None, topology: Topology
-) -> tuple[list[float], list[float], list[float], float, bool]:
+    times: ItemTimes, num_items: int, topology: Topology
+) -> tuple[list[float], list[float], list[float], float]:
     """Mean times of all items over the ranks that hold them, and the longest step; the same on all.
 
     Returns:
-        Forward, backward and its weight part by item, the step, and whether any rank is hindered.
+        Forward, backward and its weight part by item, and the step.
     """
     table = torch.zeros(3, num_items, dtype=torch.float64)
     for item, seconds in times.by_item().items():
@@ -189,7 +190,7 @@ def _over_all_ranks(
     table *= topology.pp.size / topology.world_size
     forward, backward, weight = table.tolist()
     step = _largest(median(times.steps), topology)
-    return forward, backward, weight, step, _largest(float(hindrance is not None), topology) > 0
+    return forward, backward, weight, step
 
 
 def _largest(value: float, topology: Topology) -> float:
