@@ -127,8 +127,7 @@ class ParallelModule:
     stages: tuple[range, ...] = ()
     """Item indices of every stage of the trunk; empty without a pipeline."""
     spare: Sequence[nn.Module] | None = None
-    """Copies of the trunk's items for another partition (`parallel.layer_skeletons`), if there may
-    be one."""
+    """Skeleton of the trunk for another layout (`strategy.skeleton`), if there may be one."""
 
 
 _LAYOUT = "_lightning_megatron_parallel"

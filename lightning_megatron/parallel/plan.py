@@ -19,7 +19,6 @@ from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.context_problems import context_problems
 from lightning_megatron.parallel.item_flops import ItemFlops, count_item_flops
-from lightning_megatron.parallel.layer_skeletons import spare_problems
 from lightning_megatron.schedules.layout_string import (
     TrunkParts,
     is_layout,
@@ -271,10 +270,8 @@ class ModulePlan:
         problems = self._partition_problems(self.trunk)
         if problems:
             return problems
-        if self._config.partition == MEASURED and not _is_spread(self.trunk):
-            problems = spare_problems(self._module, self.trunk, self.trunk_name or "")
         inside = set(self.stage_of)
-        return problems + [
+        return [
             f"pp={pp}: parameter {canonical!r} is shared between the PipelineSequential and the "
             f"rest of the module ({alias!r}); nearest valid: move both uses into the "
             "PipelineSequential, or pp=1"

@@ -33,6 +33,8 @@ OF_A_PROCESS = (
     *(Dataset, DataLoader),
 )
 """Classes of objects that stay in their process; steps do not change data sets, which are large."""
+OURS = "_lightning_megatron_"
+"""Beginning of the names under which this library keeps something in a module."""
 _SCANNED = 100
 """Items of the longest list or dict that is searched for metrics."""
 
@@ -166,7 +168,8 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Attributes and buffers of one module by name, and how often a metric was updated."""
     known = not_the_users(module)
     for name, value in module.__dict__.items():
-        if name not in known and not is_of_hyper_parameters(name):
+        ours = name.startswith(OURS)  # the layout, which would live on in what is kept of it
+        if not ours and name not in known and not is_of_hyper_parameters(name):
             yield name, value
     for name, buffer in module._buffers.items():
         if buffer is not None:

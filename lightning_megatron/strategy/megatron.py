@@ -68,7 +68,7 @@ from lightning_megatron.parallel.apply import (
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet
-from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.unparallelize import is_whole
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
@@ -224,6 +224,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._host_gloo: dist.ProcessGroup | None = None
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
+        self._shows_gradients = False
         self.fitting: FittingMicrobatch | None = None
 
     # Processes ---------------------------------------------------------------------------------
@@ -391,7 +392,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
         self._host_gloo = host_group_along_pp(self.topology)
-        self.tuners = []
+        self.tuners, self._shows_gradients = [], False
         self.fitting = self._new_fitting()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
@@ -407,8 +408,12 @@ class MegatronStrategy(LaunchingStrategy):
             self.checkpoints.open()
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
+            self._shows_gradients = looks
             self.parallel.data.show_gradients(looks)
-            if self.parallel.spare is not None:
+            if (
+                self.topology.pp.size > 1
+                and self.parallel.transforms.pipeline.partition == MEASURED
+            ):
                 self.tuners.append(MeasuredPartition(self))
         self.stop.begin()
         if self.world_size > 1:
@@ -439,6 +444,8 @@ class MegatronStrategy(LaunchingStrategy):
         module, precision = self.module, self.precision
         self._parallel = parallel
         remember_layout(module, parallel)
+        if self._shows_gradients:  # it moves amid a run
+            parallel.data.show_gradients(True)
         precision.use(parallel.gradients)
         precision.prepare(parallel)
         self.weight_watch.follow(parallel.gradients)

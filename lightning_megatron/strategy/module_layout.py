@@ -35,7 +35,6 @@ from lightning_megatron.parallel.apply import (
     remember_layout,
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
-from lightning_megatron.parallel.layer_skeletons import spare_items
 from lightning_megatron.parallel.plan import MEASURED
 from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.strategy import collectives
@@ -49,6 +48,7 @@ from lightning_megatron.strategy.preflight.averaging import averages
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.pretrained_models import note_whole_models, save_alone
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.strategy.skeleton import skeleton_of
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 
 
@@ -179,7 +179,7 @@ class ModuleLayout:
         written, self._written = self._written, None
         if topology.pp.size == 1 or options.pp.partition != MEASURED:
             return parallelize(converted, topology, transforms, written)
-        spare = spare_items(converted)
+        spare = skeleton_of(converted)
         return replace(parallelize(converted, topology, transforms, written), spare=spare)
 
     def _put_again(self, earlier: ParallelModule) -> ParallelModule:

@@ -40,6 +40,7 @@ from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.parallel.activations.config import ActivationConfig
+from lightning_megatron.parallel.apply import layout_of
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
 from lightning_megatron.parallel.zero import ComputeTypes, ShardingConfig
@@ -58,6 +59,7 @@ from lightning_megatron.strategy.preflight.batch_sizes import (
     batch_size_problems,
     fitting_problems,
 )
+from lightning_megatron.strategy.skeleton import skeleton_problems
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.coordinates import groups_along
@@ -302,12 +304,23 @@ def examine(
                 problems += adapter_problems(module, degrees)
                 plan = ModulePlan(module, degrees, options.pp, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)
+                problems += _skeleton_problems(module, plan, options.pp)
                 problems += _context_problems(plan, options.cp, degrees)
                 problems += _expert_problems(module, degrees)
                 problems += _shape_problems(trainer, module, options)
                 if not problems:
                     _warn_of_estimates(plan)
     return Findings(tuple(dict.fromkeys(problems)), outcome.real_because)
+
+
+def _skeleton_problems(
+    module: LightningModule, plan: ModulePlan, config: PipelineConfig
+) -> list[str]:
+    """Reasons why items could not move to other stages, where they are to be able to."""
+    moves = config.degree > 1 and config.partition == MEASURED
+    if not moves or plan.trunk is None or layout_of(module) is not None:
+        return []
+    return skeleton_problems(module, plan.trunk, plan.trunk_name or "")
 
 
 def _context_problems(plan: ModulePlan, config: ContextConfig, degrees: Degrees) -> list[str]:

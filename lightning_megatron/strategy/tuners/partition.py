@@ -3,7 +3,7 @@
 Training begins with stages of about equal numbers of parameters. The first step pays for whatever
 happens once; the next ones are measured, item by item (`pipeline.timing`). Then, before a batch
 at whose beginning no gradients are pending, other stages are planned (`schedules.repartition`); if
-they promise to save enough, weights and optimizer state move (`parallel.repartition`), and training
+they promise to save enough, weights and optimizer state move (`strategy.relayout`), and training
 goes on: the same loss, in less time. Rank 0 reports what was measured, what was expected, and a few
 steps later what came of it.
 
@@ -19,16 +19,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
-from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.layer_skeletons import changed_since
-from lightning_megatron.parallel.repartition import Recut, group_problems
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import ItemTimes
 from lightning_megatron.schedules.repartition import Repartition, repartition
+from lightning_megatron.strategy import relayout
 from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.topology.mesh import Topology
 
@@ -56,27 +54,12 @@ class PartitionReport:
     """Step time with the new stages, as measured; None until then, and if nothing moved."""
 
 
-class Host(Protocol):
+class Host(relayout.Host, Protocol):
     """Protocol of the strategy for this tuner."""
-
-    optimizers: list[Optimizer]
-
-    @property
-    def parallel(self) -> ParallelModule:
-        """The module on its layout."""
-        ...
 
     @property
     def pipeline(self) -> Pipeline | None:
         """Runner of its pipeline."""
-        ...
-
-    def let_go(self) -> None:
-        """Forget the module's layout and everything made for it."""
-        ...
-
-    def adopt(self, parallel: ParallelModule) -> None:
-        """Train the module on this layout from now on."""
         ...
 
 
@@ -99,7 +82,7 @@ class MeasuredPartition(Tuner):
         self._seen = 0
         self._done = False
         pp = host.parallel.topology.pp
-        raise_if_any(group_problems(host.optimizers, pp.size, pp.group))
+        raise_if_any(relayout.group_problems(host.optimizers, pp.size, pp.group))
 
     @property
     @override
@@ -130,11 +113,9 @@ class MeasuredPartition(Tuner):
 
     def _decide(self, times: ItemTimes) -> None:
         parallel = self._host.parallel
-        assert parallel.trunk is not None
-        assert parallel.spare is not None
-        hindrance = changed_since(parallel.trunk, parallel.spare)
-        forward, backward, weight, step, hindered = _over_all_ranks(
-            times, sum(len(part) for part in parallel.stages), hindrance, parallel.topology
+        hindrances = Peers(self._host.host_group).collect(relayout.obstacle(self._host))
+        forward, backward, weight, step = _over_all_ranks(
+            times, sum(len(part) for part in parallel.stages), parallel.topology
         )
         assert times.schedule is not None
         split = sum(weight) / sum(backward) if any(weight) else 0.5
@@ -148,17 +129,15 @@ class MeasuredPartition(Tuner):
             step_before=step,
             step_expected=step * (1.0 - plan.gain),
         )
-        if hindered or plan.gain < LEAST_GAIN:
-            why = "the items were changed since" if hindered else f"saves only {plan.gain:.1%}"
-            if hindrance is not None:
-                why = f"{why}: {hindrance}"
-            self._stay(self.report, why)
+        why = next((f"rank {rank}: {w}" for rank, w in enumerate(hindrances) if w), None)
+        if why is not None or plan.gain < LEAST_GAIN:
+            self._stay(self.report, why or f"saves only {plan.gain:.1%}")
             return
         rank_zero_info(_moving(self.report, plan))
-        recut = Recut(parallel, self._host.optimizers)
-        self._host.let_go()
-        del parallel
-        self._host.adopt(recut.finish(plan.stages))
+        transforms = parallel.transforms
+        del parallel  # so that its memory is free for the next one
+        config = replace(transforms.pipeline, partition=[len(stage) for stage in plan.stages])
+        relayout.relayout(self._host, replace(transforms, pipeline=config))
 
     def _stay(self, report: PartitionReport, why: str) -> None:
         self._done = True
@@ -194,12 +173,12 @@ def _sizes(stages: Sequence[range]) -> tuple[int, ...]:
 
 
 def _over_all_ranks(
-    times: ItemTimes, num_items: int, hindrance: str | None, topology: Topology
-) -> tuple[list[float], list[float], list[float], float, bool]:
+    times: ItemTimes, num_items: int, topology: Topology
+) -> tuple[list[float], list[float], list[float], float]:
     """Mean times of all items over the ranks that hold them, and the longest step; the same on all.
 
     Returns:
-        Forward, backward and its weight part by item, the step, and whether any rank is hindered.
+        Forward, backward and its weight part by item, and the step.
     """
     table = torch.zeros(3, num_items, dtype=torch.float64)
     for item, seconds in times.by_item().items():
@@ -211,7 +190,7 @@ def _over_all_ranks(
     table *= topology.pp.size / topology.world_size
     forward, backward, weight = table.tolist()
     step = _largest(median(times.steps), topology)
-    return forward, backward, weight, step, _largest(float(hindrance is not None), topology) > 0
+    return forward, backward, weight, step
 
 
 def _largest(value: float, topology: Topology) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.parallel.layer_skeletons import changed_since, spare_items, spare_problems
+from lightning_megatron.strategy.skeleton import changed_since, skeleton_of, skeleton_problems
 
 
 class Shared(nn.Module):
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 def test_structure_and_ties_are_copied_and_values_are_not() -> None:
     model = Model()
-    items: list[Any] = spare_items(model)
+    items: list[Any] = skeleton_of(model)
     tensors = [t for item in items for t in (*item.parameters(), *item.buffers())]
     assert all(t.is_meta for t in tensors)
     assert items[2].linear.weight is items[0].linear.weight
@@ -64,7 +64,7 @@ def test_copies_run_once_they_have_memory() -> None:
     state = {name: t.clone() for name, t in model.state_dict().items()}
     x = torch.randn(2, 3, 3)
     expected = model.trunk(x)
-    model.trunk.refill(spare_items(model))
+    model.trunk.refill(skeleton_of(model))
     model.to_empty(device="cpu")
     model.load_state_dict(state)
     assert torch.equal(model.trunk(x), expected)
@@ -75,24 +75,24 @@ def test_what_cannot_be_copied_is_named() -> None:
     layers: Any = model.trunk.layers
     layers[1].generator = (i for i in range(3))
     with pytest.raises(ConfigError, match="item 'layers.1'"):
-        spare_items(model)
+        skeleton_of(model)
 
 
 def test_references_from_outside_are_found() -> None:
     model = Model()
-    assert spare_problems(model, model.trunk, "trunk") == []
+    assert skeleton_problems(model, model.trunk, "trunk") == []
     layers: Any = model.trunk.layers
     model.first = layers[0]
     model.weights = [layers[1].linear.weight]
     model.call = layers[2].forward
     layers[1].compile()
-    found = spare_problems(model, model.trunk, "trunk")
+    found = skeleton_problems(model, model.trunk, "trunk")
     assert [p.split()[1] for p in found] == ["self.weights", "self.call", "self.first", "item"]
 
 
 def test_changes_after_the_copy_are_found() -> None:
     model = Model()
-    items = spare_items(model)
+    items = skeleton_of(model)
     assert changed_since(model.trunk, items) is None
     layers: Any = model.trunk.layers
     linear, layers[1].linear = layers[1].linear, nn.Sequential(nn.Linear(3, 3))

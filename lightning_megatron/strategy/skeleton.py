@@ -1,4 +1,4 @@
-"""Copies of the structure of a trunk, without its values.
+"""The skeleton of a trunk: copies of its structure, without its values.
 
 A pipeline rank drops the items of other stages, and what ZeRO has wrapped cannot be unwrapped. A
 trunk whose stages are to change later therefore needs its items once more, as the user built them:
@@ -25,7 +25,7 @@ _SHARED = (Tensor, dist.ProcessGroup, DeviceMesh, Axis, Topology)
 are constants that only the constructor could make again."""
 
 
-def spare_items(module: nn.Module) -> list[nn.Module]:
+def skeleton_of(module: nn.Module) -> list[nn.Module]:
     """Copies of all items of a trunk that has not been cut yet, on the meta device.
 
     Args:
@@ -59,7 +59,7 @@ def spare_items(module: nn.Module) -> list[nn.Module]:
     return copies
 
 
-def spare_problems(module: nn.Module, trunk: PipelineSequential, trunk_name: str) -> list[str]:
+def skeleton_problems(module: nn.Module, trunk: PipelineSequential, trunk_name: str) -> list[str]:
     """Reasons why the items of a trunk cannot be replaced by copies later.
 
     Args:
