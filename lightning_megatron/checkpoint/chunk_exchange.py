@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import Chunk, ChunkForm, Form, describe
-from lightning_megatron.checkpoint.directory.index import StoredTensor
+from lightning_megatron.checkpoint.directory.manifest import TensorEntry
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import raise_if_any
 
@@ -90,11 +90,13 @@ class ChunkExchange:
         self._group = group
         self._device = device
         self._everyone: list[_Forms] = peers.run(what, lambda: _forms(held), _agreed)
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         for forms in self._everyone:
             for name, (shape, _, dtype) in forms.items():
                 if name not in self.tensors:
-                    self.tensors[name] = StoredTensor(shape=shape, dtype=dtype, runs=())
+                    self.tensors[name] = TensorEntry(
+                        dtype=str(dtype).removeprefix("torch."), shape=shape, runs=()
+                    )
 
     def fill(self, needed: Mapping[str, Chunk]) -> None:
         """Fill chunks in place; collective, and once.

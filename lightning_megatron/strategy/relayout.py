@@ -376,7 +376,7 @@ def _fill(
         if key not in arriving:
             entry = exchange.tensors[key]
             device = torch.device("cpu") if on_host else topology.device
-            arriving[key] = whole(torch.empty(entry.shape, dtype=entry.dtype, device=device))
+            arriving[key] = whole(torch.empty(entry.shape, dtype=entry.torch_dtype, device=device))
 
     def restores() -> list[tuple[Optimizer, Optimizer, OptimizerRestore]]:
         found = []
