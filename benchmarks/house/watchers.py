@@ -119,45 +119,26 @@ class Switch:
         """What else is to be done when it is switched."""
 
 
-class SwitchMode(Switch):
-    """The mode of `WeightWatch`, which is taken from torch's stack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mode: Any = None
+class SwitchParts(Switch):
+    """The classes that weights have which know their places, for which they get plain ones."""
 
     @override
     def install(self, name: str, stack: ExitStack) -> bool:
         with suppress(ImportError, AttributeError):
-            return _found("strategy.weight_watch:WeightWatch") is not None
+            return _found("layers.weights:WeightParts") is not None
         return False
 
     @override
     def switch(self, strategy: Any, *, on: bool) -> None:
         watch = strategy.weight_watch
-        if not on:
-            self._mode = watch._numbers
-        if self._mode is None:
-            return
         if on:
-            self._mode.__enter__()
-            watch._numbers = self._mode
+            watch._parts, watch._stages = type(watch._parts)(self._mode), self._stages
         else:
-            self._mode.__exit__(None, None, None)
-            watch._numbers = None
-
-
-class SwitchParts(SwitchMode):
-    """The classes that weights in parts have, in whose place they get the plain ones."""
-
-    @override
-    def switch(self, strategy: Any, *, on: bool) -> None:
-        watch = strategy.weight_watch
-        if on:
-            watch._parts = type(watch._parts)(self._mode)
-        else:
-            self._mode = list(watch._parts._parts)
+            self._mode, self._stages = list(watch._parts._parts), watch._stages
             watch._parts.end()
+            watch._stages = None
+        if self._stages is not None:
+            self._stages.alive = self._stages.sees_all = on
 
 
 def _found(place: str) -> Any:
@@ -193,8 +174,6 @@ def switches() -> dict[str, Switch]:
     """All watchers that can be switched off, by name."""
     return {
         "WeightParts": SwitchParts(),
-        "StageNumbers": SwitchMode(),
-        "_Visited": Switch(**{"layers.sequential:_Visited.items": dict.items}),
         "StepState": Switch(
             **{
                 "strategy.stage_state:StepState.begin_step": _nothing,
@@ -214,7 +193,7 @@ CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
     "pp=2, 4 microbatches": (
         {"pp": 2, "num_microbatches": 4},
         Plain,
-        ("StepState", "LeftBehind", "LogReplay", "_Visited"),
+        ("WeightParts", "StepState", "LeftBehind", "LogReplay"),
     ),
     "pp=2, a hook reads what the step keeps": (
         {"pp": 2, "num_microbatches": 4},
@@ -224,20 +203,13 @@ CASES: Mapping[str, tuple[dict[str, Any], type[Plain], tuple[str, ...]]] = {
     "pp=2, a hook may look at weights": (
         {"pp": 2, "num_microbatches": 4},
         LooksInHooks,
-        ("StageNumbers",),
-    ),
-    "pp=2, the step mentions weights": (
-        {"pp": 2, "num_microbatches": 4},
-        LooksInSteps,
-        ("StageNumbers", "_Visited"),
+        ("WeightParts",),
     ),
 }
 """Options of the strategy, module, and the watchers that are switched off in turn."""
 
 NOT_SWITCHED = (
-    "`looks_at_weights` runs once when a run begins; the table below gives its milliseconds. "
-    "`_Visited` tells who goes through the parameters of another stage, and costs nothing where "
-    "nobody does. "
+    "Without WeightParts a hook that looks at weights sees those of its own stage, or its parts. "
     "`ContextCheck` runs under cp at the first call of a trunk, and in none of these steps. "
     "SplitTensor, the microbatch recorder of logs (LogRecorder) and the tables of rules cannot be "
     "switched off: without them the step computes something else. Without LogReplay the stages "
@@ -285,16 +257,12 @@ def _order(names: Sequence[str], rounds: int) -> Iterator[str]:
         yield from [*names[first:], *names[:first]]
 
 
-def run(case: str, rounds: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
-    """Seconds of every step on this rank, by variant, and those of `looks_at_weights`."""
+def run(case: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of every step on this rank, by variant."""
     options, kind, watchers = CASES[case]
-    known, asked = switches(), list[float]()
+    known = switches()
     with ExitStack() as stack:
         known = {name: known[name] for name in watchers if known[name].install(name, stack)}
-        with suppress(ImportError, AttributeError):
-            asks = _found("strategy.weight_watch:")
-            timed = _timed(asks.looks_at_weights, asked)
-            stack.enter_context(patch.object(asks, "looks_at_weights", timed))
         turns = Turns(known, [ON, CONTROL, *known], rounds)
         steps = WARM_UP + len(turns.order)
         trainer = pl.Trainer(
@@ -310,18 +278,7 @@ def run(case: str, rounds: int) -> tuple[dict[str, list[tuple[float, float]]], f
         )
         data = Tokens(BATCH * steps, LENGTH, 256)
         trainer.fit(kind(CONFIG), DataLoader(data, batch_size=BATCH))
-    return turns.seconds, sum(asked)
-
-
-def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        start = time.process_time()
-        try:
-            return function(*args)
-        finally:
-            seconds.append(time.process_time() - start)
-
-    return timed
+    return turns.seconds
 
 
 def rows(rounds: int, chosen: str = "") -> Iterator[dict[str, Any]]:
@@ -333,10 +290,9 @@ def rows(rounds: int, chosen: str = "") -> Iterator[dict[str, Any]]:
         with WorkerPool(ranks, timeout=570) as pool:
             found = pool.run(ranks, run, case, rounds)
         wall, processor = (
-            {n: _over_ranks([seconds[n] for seconds, _ in found], i, over) for n in found[0][0]}
+            {n: _over_ranks([seconds[n] for seconds in found], i, over) for n in found[0]}
             for i, over in ((0, max), (1, sum))
         )
-        asked = max(seconds for _, seconds in found)
         for name in (CONTROL, *watchers):
             row = {"case": case, "watcher": name, "steps": rounds}
             if name not in wall:
@@ -349,7 +305,6 @@ def rows(rounds: int, chosen: str = "") -> Iterator[dict[str, Any]]:
                 "wall with / without": ratio_and_error(wall[ON], wall[name]),
                 "processor with / without": ratio_and_error(processor[ON], processor[name]),
                 "processor (us a step)": round(1e6 * _median(difference)),
-                "looks_at_weights, once (ms)": round(1e3 * asked, 1),
             }
 
 
