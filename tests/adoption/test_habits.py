@@ -22,7 +22,11 @@ USUAL = {
         *("ValueHead", "Hooked", "NotesNorms", "ByHand", "ResizedLate", "Skips"),
     ),
     # Stages have some of the blocks; the last one has the loss.
-    "pp": ("OwnLoss", "AsTuple", "PartOfLogits", "Frozen", "Recomputes", "Resized", "Evaluates"),
+    # Hooks see the weights of all.
+    "pp": (
+        *("OwnLoss", "AsTuple", "PartOfLogits", "Frozen", "Recomputes", "Resized", "Evaluates"),
+        *("Normalises", "NotesNorms"),
+    ),
     # Positions matter.
     "cp": (
         *("OwnLoss", "AsTuple", "PartOfLogits", "Embedded", "Hidden", "Twice"),
@@ -43,8 +47,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "Embedded": r"calls its item 'model\.layers\.0' where 'model\.embed_tokens' would be next",
         "Hidden": r"output_hidden_states=True: a pipeline stage has the outputs of its own layers",
         "Hooked": r"self\.sizes: items of the PipelineSequential on pipeline rank 0 leave tensors",
-        "Normalises": r"item 'model\.embed_tokens' .* is on pipeline stage 0",
-        "NotesNorms": r"item 'model\.layers\.0' .* is on pipeline stage 0",
         "Twice": r"called its PipelineSequential twice",
         "Teacher": r"pp=2: the module holds 2 PipelineSequentials \(lm, teacher\)",
         "ValueHead": r"is on pipeline stage 1; it can only be reached",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_megatron import MegatronStrategy, PipelineSequential
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.memory import weights_in_parts
 from tests.strategy.small import dp_of, make_trainer
 
 WIDTH, SAMPLES, GLOBAL_BATCH, ACCUMULATE, EPOCHS = 4, 22, 4, 2, 2
@@ -83,7 +84,7 @@ class Curve(pl.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
         stepped = (index + 1) % ACCUMULATE == 0
-        with strategy.weight_watch.lifted():  # the parts of this rank are what is compared
+        with weights_in_parts():  # the parts of this rank are what is compared
             held = [local(p).tolist() for p in module.parameters()]
         norm = strategy.parallel.gradients.last_norm if stepped else None
         self.points[trainer.current_epoch, index] = (
