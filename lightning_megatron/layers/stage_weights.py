@@ -274,6 +274,10 @@ class StageWeights:
         """``func`` of tensors of stages, as one process would run it."""
         args, kwargs = by_place(func, args, kwargs)
         first = args[0] if args else None
+        if not self.alive and not any(
+            isinstance(x, StageTensor) and x.own is None for x in tree_flatten((args, kwargs))[0]
+        ):  # kept from a hook, by the rank that has it
+            return func(*tree_map(_value, args), **tree_map(_value, kwargs))
         if func in _GRADIENT and self.owner_of(first) is not None:
             return self._gradient(func, args)
         if _tells_no_values(func):

@@ -423,3 +423,25 @@ def test_hooks_find_the_modules_of_all_stages(pool: WorkerPool) -> None:
         assert names == [name for name, _ in alone.named_parameters()]
         assert shapes == [p.shape for p in alone.parameters()]
         assert set(left) == {nn.Parameter, list}
+
+
+def keep_best() -> list[float]:
+    """Norms of what a hook kept of weights, after the run, on the rank that has them."""
+
+    class Keeps(Looking):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.best = {name: value.clone() for name, value in self.state_dict().items()}
+
+        def on_train_end(self) -> None:
+            self.load_state_dict(self.best)
+
+    module = Keeps()
+    make_trainer({"pp": 2}, 2).fit(module, loader())
+    own = module.state_dict()
+    return [float((module.best[name] - value).abs().max()) for name, value in own.items()]
+
+
+def test_a_rank_keeps_its_weights_from_hooks(pool: WorkerPool) -> None:
+    for found in pool.run(2, keep_best):
+        assert found
+        assert set(found) == {0.0}
