@@ -34,6 +34,7 @@ from lightning_megatron.fault_tolerance.replicas.comparison import (
     suspects,
     unequal,
 )
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.gradients import ParameterRole, local
 from lightning_megatron.services import MegatronServices, services_of
 from lightning_megatron.topology.coordinates import groups_along
@@ -179,6 +180,7 @@ class ReplicaCheck(pl.Callback):
         self.healed = state_dict["healed"]
 
 
+@own_weights
 def _shared_tensors(services: MegatronServices) -> list[SharedTensor]:
     """Parameters and optimizer state of this rank that other ranks hold, too."""
     found = []
