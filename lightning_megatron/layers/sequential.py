@@ -225,7 +225,9 @@ def shell_of(module: nn.Module) -> nn.Module:
     shell: nn.Module = object.__new__(type(module))
     held = {k: v for k, v in vars(module).items() if not isinstance(v, torch.Tensor)}
     inside = {name: None if m is None else shell_of(m) for name, m in module._modules.items()}
-    held |= {"_parameters": {}, "_buffers": {}, "_modules": inside}
+    for kind in ("_parameters", "_buffers"):
+        held[kind] = {name: None for name, value in vars(module)[kind].items() if value is None}
+    held["_modules"] = inside
     shell.__dict__.update(held)
     return shell
 

@@ -56,6 +56,7 @@ from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
+from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.monitoring import sections
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
@@ -439,6 +440,7 @@ class MegatronStrategy(LaunchingStrategy):
         note = self.recovery.note
         return FittingMicrobatch(device, self.host_group, note, alone=alone, say=rank_zero_info)
 
+    @own_weights
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
         module, precision = self.module, self.precision

@@ -84,6 +84,7 @@ class Host(Protocol):
         ...
 
 
+@own_weights
 def relayout(host: Host, transforms: Transforms) -> None:
     """Move the trunk to other transforms; collective over all processes.
 
