@@ -244,7 +244,7 @@ enter(
 
 # Modules of parallel layers, which any layout can hold.
 _OF_RANK_0 = "items of the PipelineSequential on pipeline rank 0 leave"
-_OF_ALL = r"net\.\w+\.\w+ is on pipeline rank \d, and with pp=2 a step has the weights of its own"
+_OF_ALL = r"net\.[\w.]+ is on pipeline rank \d, and with pp=2 a step has the weights of its"
 
 
 def _staged(words: str, **others: str) -> dict[str, Any]:
