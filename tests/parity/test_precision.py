@@ -264,8 +264,9 @@ def test_a_shared_weight_between_batches(pool: WorkerPool) -> None:
     for found, outcome in pool.run(
         2, checked_job, {"pp": PipelineConfig(degree=2, schedule="zbv")}, "full"
     ):
-        assert found[0] == checked[0]  # before anything was summed in another order
-        assert outcome.losses[:2] == alone.losses[:2]
+        # Before anything was summed in another order; processors round some products differently.
+        assert found[0] == pytest.approx(checked[0], rel=1e-6)
+        assert outcome.losses[:2] == pytest.approx(alone.losses[:2], rel=1e-6)
         close("validation", found, checked, TOLERANCES["bf16-mixed"][0])
         close("loss", outcome.losses, alone.losses, TOLERANCES["bf16-mixed"][0])
         close("norm", outcome.norms, alone.norms, TOLERANCES["bf16-mixed"][1])
