@@ -180,7 +180,7 @@ class StageWeights:
         self._own = dict(own)
         self._known = {weight.name: weight for weight in known}
         self._absent = {w.name: self._weight(w) for w in known if w.name not in own}
-        self._has_gradient: dict[str, bool] | None = None
+        self._formats: dict[str, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StageWeights":
         return self
@@ -570,15 +570,19 @@ class StageWeights:
         inner = x.own if isinstance(x, StageTensor) else x
         if kind.startswith("set"):
             return self._set(func, x, inner, args[1:], kind, name)
-        if kind == "get grad" and not (self._is_weight(x, name) and self._gradients()[str(name)]):
-            return None
+        twin = self._twin(x).detach()
+        if kind == "get grad":
+            dtype = self._gradients()[str(name)] if self._is_weight(x, name) else None
+            if dtype is None:
+                return None
+            twin = twin.to(dtype)
         found = None
         if inner is not None:
             with self.within_stage(), EnableTorchFunction():
                 found = func(inner)
             if found is None:
                 return None
-        made = self.tensor(found, self._twin(x).detach(), owner)
+        made = self.tensor(found, twin, owner)
         made.origin = self._origin(kind, [x])
         return made
 
@@ -595,8 +599,8 @@ class StageWeights:
                 f"{name or 'tensor'}: .{kind[4:]} was assigned {tuple(value.shape)}, and this "
                 f"parameter has {tuple(twin.shape)}; nearest valid: values of that shape"
             )
-        if kind == "set grad" and self._has_gradient is not None and self._is_weight(x, name):
-            self._has_gradient[str(name)] = value is not None
+        if kind == "set grad" and self._formats is not None and self._is_weight(x, name):
+            self._formats[str(name)] = None if value is None else value.dtype
         if inner is not None:
             with self.within_stage(), EnableTorchFunction():
                 func(inner, *map(_value, values))
@@ -605,19 +609,23 @@ class StageWeights:
         """Whether a tensor is a weight of the run, and no copy of one."""
         return name in self._known and self.weight(name) is x
 
-    def _gradients(self) -> Mapping[str, bool]:
-        """Which weights have a gradient; collective where it may have changed."""
-        if self._has_gradient is None:
+    def _gradients(self) -> dict[str, torch.dtype | None]:
+        """Number formats of the gradients there are; collective where these may have changed."""
+        if self._formats is None:
+            mine = []
             with DisableTorchFunctionSubclass():
-                mine = [n in self._own and self._own[n].grad is not None for n in self._known]
+                for name in self._known:
+                    gradient = self._own[name].grad if name in self._own else None
+                    mine.append(0 if gradient is None else 1 + _FORMATS.index(gradient.dtype))
                 found = torch.tensor(mine, dtype=torch.uint8, device=self.topology.device)
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self.topology.pp.group)
-                self._has_gradient = dict(zip(self._known, map(bool, found.tolist()), strict=True))
-        return self._has_gradient
+            formats = [_FORMATS[number - 1] if number else None for number in found.tolist()]
+            self._formats = dict(zip(self._known, formats, strict=True))
+        return self._formats
 
     def forget_gradients(self) -> None:
         """Ask anew which weights have gradients."""
-        self._has_gradient = None
+        self._formats = None
 
 
 class _FromStage(Function):
@@ -726,6 +734,8 @@ _RESHAPES = frozenset(
         *("set", "as_strided", "swap"),
     )
 )
+_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+"""Number formats that gradients have."""
 _NEW = frozenset(
     (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
 )
