@@ -186,6 +186,7 @@ class WholeState:
         if isinstance(module, RemoteItem):
             remote = self._remote.get(path, {})
             state |= {prefix + name.removeprefix(path): value for name, value in remote.items()}
+            module._parameters.update(self._swapped.pop(module, {}))
             return
         swapped = self._swapped.pop(module, {})
         for name, tensor in tensors_of(module).items():

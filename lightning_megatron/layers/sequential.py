@@ -195,6 +195,14 @@ class RemoteItem(nn.Module):
                 "a run, which see the weights of all stages, configure_model to set them, or pp=1"
             ) from None
 
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        shell = self._shell()
+        if shell is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(shell, name, value)
+
     def __getitem__(self, index: Any) -> Any:
         """Return a module of an item that is a list of such."""
         inside: Any = self._shell()

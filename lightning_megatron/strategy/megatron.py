@@ -450,7 +450,7 @@ class MegatronStrategy(LaunchingStrategy):
             parallel.data.show_gradients(True)
         precision.use(parallel.gradients)
         precision.prepare(parallel)
-        self.weight_watch.follow(parallel.gradients)
+        self.weight_watch.follow()
         self._steps = Steps(
             module,
             parallel,
@@ -490,6 +490,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
+        self.weight_watch.let_go()
         remember_layout(self.module, None)
         self._parallel = self._steps = None
 

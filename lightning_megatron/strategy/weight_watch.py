@@ -30,6 +30,8 @@ class WeightWatch:
         self._run = run
         self._parts: WeightParts | None = None
         self._stages: StageWeights | None = None
+        self._goes_on = False
+        """Whether the run is between two layouts."""
 
     def begin(self) -> None:
         """Let weights know what they are from now on; collective under a pipeline."""
@@ -59,11 +61,15 @@ class WeightWatch:
             self._parts.end()
             self._parts = None
 
-    def follow(self, gradients: GradientSet) -> None:
+    def let_go(self) -> None:
+        """Forget the weights of a layout, until `follow` knows another."""
+        self._goes_on = self._parts is not None
+        self.stop()
+
+    def follow(self) -> None:
         """Let the weights of another layout know what they are; collective under a pipeline."""
-        del gradients
-        if self._parts is not None:
-            self.stop()
+        if self._goes_on:
+            self._goes_on = False
             self.begin()
 
     @contextmanager

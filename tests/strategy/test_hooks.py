@@ -122,7 +122,9 @@ class Witness(pl.Callback):
         self.losses: list[float] = []
 
     def _note(self, hook: str, module: pl.LightningModule) -> None:
-        found = {n: full(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+        held = {n: full(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+        # Values, of all stages: what stands for another stage's gradient does not outlast the run.
+        found = {n: torch.tensor(x.tolist(), dtype=x.dtype) for n, x in held.items()}
         self.seen.append((hook, found))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:

@@ -93,6 +93,7 @@ def everything(strategy: MegatronStrategy) -> dict[str, Tensor]:
     return whole
 
 
+@own_weights
 def counters(strategy: MegatronStrategy, module: Any) -> dict[int, list[float]]:
     """Counters of the items on the ranks with these data, by item."""
     mine = {i: m.seen.tolist() for i, m in enumerate(module.trunk.layers) if hasattr(m, "seen")}
@@ -111,6 +112,7 @@ class Moves(L.Callback):
         self.items: list[int] = []
         self.learning: list[bool] = []
 
+    @own_weights
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         if batch_idx in self.moves:
