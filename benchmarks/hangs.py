@@ -38,8 +38,8 @@ from lightning_megatron import (
 from lightning_megatron._torch import watch_waits
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Page
 from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork
-from lightning_megatron.monitoring.events import read_events
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log.events import read_events
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
 from tests.faults.acts import Fault
 from tests.faults.injector import FaultInjector

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.monitoring.events import read_events
 from lightning_megatron.monitoring.goodput import Ledger
+from lightning_megatron.run_log.events import read_events
 from tests.faults.acts import FATAL
 
 _NOTICES = {"fault", "hang", "slow_rank", "skip", "rollback", "preempted"}

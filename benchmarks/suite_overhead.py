@@ -40,7 +40,7 @@ from benchmarks.harness import (
     report,
 )
 from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor
-from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
+from lightning_megatron.callback_group import HOOKS, CallbackGroup
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
 

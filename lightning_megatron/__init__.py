@@ -14,6 +14,15 @@ from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_megatron.adoption.adopt import adopt
+    from lightning_megatron.callbacks.batch_schedule import BatchSchedule
+    from lightning_megatron.callbacks.fault_tolerance import FaultTolerance
+    from lightning_megatron.callbacks.hang_detector import HangDetector
+    from lightning_megatron.callbacks.number_guard import NumberGuard
+    from lightning_megatron.callbacks.preemption import Preemption
+    from lightning_megatron.callbacks.replica_check import ReplicaCheck
+    from lightning_megatron.callbacks.restart_policy import RestartPolicy
+    from lightning_megatron.callbacks.slow_rank_detector import SlowRankDetector
+    from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
     from lightning_megatron.checkpoint.gather_state import gather
     from lightning_megatron.checkpoint.offline.export import (
@@ -27,7 +36,6 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
     from lightning_megatron.checkpoint.offline.upcycle import upcycle
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
-    from lightning_megatron.data.batch_schedule import BatchSchedule
     from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
@@ -35,16 +43,8 @@ if TYPE_CHECKING:
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.data.token_data import TokenData
     from lightning_megatron.errors import ConfigError
-    from lightning_megatron.fault_tolerance.hangs.detector import HangDetector
-    from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard
     from lightning_megatron.fault_tolerance.numbers.responses import RollbackConfig
     from lightning_megatron.fault_tolerance.numbers.spikes import SpikeConfig
-    from lightning_megatron.fault_tolerance.preemption.callback import Preemption
-    from lightning_megatron.fault_tolerance.replicas.check import ReplicaCheck
-    from lightning_megatron.fault_tolerance.restarts.policy import RestartPolicy
-    from lightning_megatron.fault_tolerance.slow_ranks.detector import SlowRankDetector
-    from lightning_megatron.fault_tolerance.suite import FaultTolerance
-    from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.models.config import TransformerConfig
     from lightning_megatron.models.generation import generate
@@ -103,13 +103,13 @@ _HOMES = {
     "EventLogWriter": "monitoring.event_log",
     "ExpertConfig": "topology.expert_layout",
     "ExpertMonitor": "monitoring.expert_monitor",
-    "FaultTolerance": "fault_tolerance.suite",
+    "FaultTolerance": "callbacks.fault_tolerance",
     "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
     "Fragments": "data.collate",
     "GradientMonitor": "monitoring.gradients",
     "GradientNoiseScale": "monitoring.noise_scale",
-    "HangDetector": "fault_tolerance.hangs.detector",
+    "HangDetector": "callbacks.hang_detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
     "LengthGrouped": "data.lengths",
@@ -122,18 +122,18 @@ _HOMES = {
     "LossMonitor": "monitoring.loss_monitor",
     "MemoryMonitor": "monitoring.memory",
     "Monitor": "monitoring.monitor",
-    "NumberGuard": "fault_tolerance.numbers.guard",
+    "NumberGuard": "callbacks.number_guard",
     "Pad": "data.collate",
     "ParameterNorm": "monitoring.parameter_norm",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "monitoring.pipeline_monitor",
     "PipelineSequential": "layers.sequential",
-    "Preemption": "fault_tolerance.preemption.callback",
+    "Preemption": "callbacks.preemption",
     "ProfilerWindow": "monitoring.profiler_window",
     "PrometheusEndpoint": "monitoring.prometheus",
-    "RestartPolicy": "fault_tolerance.restarts.policy",
-    "ReplicaCheck": "fault_tolerance.replicas.check",
-    "BatchSchedule": "data.batch_schedule",
+    "RestartPolicy": "callbacks.restart_policy",
+    "ReplicaCheck": "callbacks.replica_check",
+    "BatchSchedule": "callbacks.batch_schedule",
     "NoiseScale": "data.batch_sizes",
     "Rampup": "data.batch_sizes",
     "ResumableSampler": "data.sampler",
@@ -142,11 +142,11 @@ _HOMES = {
     "ShardingConfig": "parallel.zero",
     "adopt": "adoption.adopt",
     "gather": "checkpoint.gather_state",
-    "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
+    "SlowRankDetector": "callbacks.slow_rank_detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",
     "TokenBudget": "data.lengths",
-    "WorkerGuard": "fault_tolerance.workers.guard",
+    "WorkerGuard": "callbacks.worker_guard",
     "convert_to_lightning": "checkpoint.offline.export",
     "export_hugging_face": "checkpoint.offline.huggingface.export_model",
     "export_safetensors": "checkpoint.offline.export",

@@ -35,28 +35,12 @@ LAYERS = {
     # 1: who is where, what happened, when what is computed
     "topology": 1,
     "schedules": 1,  # plans, nothing but arithmetic
-    "monitoring/__init__": 1,  # imported before every file of it, so it is as low as the lowest
-    "monitoring/redact": 1,
-    "monitoring/events": 1,  # everybody writes events
-    "monitoring/sections": 1,  # what a rank is doing
+    "run_log": 1,  # events, and what a rank is doing: everybody writes them
     "launch": 1,  # how processes find each other
-    "data/__init__": 1,
-    "data/blend": 1,  # arithmetic
-    "data/packing": 1,
-    "data/tokens": 1,  # files of token numbers: numpy only
-    # 2: bytes on wires, and what follows from events
+    # 2: bytes on wires, order of samples, mechanisms
     "comm": 2,
-    "monitoring/goodput": 2,
-    "data/blended": 2,
-    "data/collate": 2,
-    "data/lengths": 2,
-    "data/packed": 2,
-    "data/sampler": 2,
-    "data/batch_sizes": 2,
-    "data/shares": 2,
-    "data/preprocessing": 2,  # text to tokens on disk, without torch
-    "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
-    "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them
+    "data": 2,  # loaded by DataLoader workers and by preprocessing, which has no torch
+    "fault_tolerance": 2,  # without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy
     # 3: modules that also run alone
     "layers": 3,
@@ -70,38 +54,22 @@ LAYERS = {
     # 6: what is kept, and planned; number formats, which clip what parallel/ has spread
     "precision": 6,
     "checkpoint": 6,
-    "data/text": 6,  # a datamodule
-    "data/token_data": 6,
-    "monitoring/flops": 6,
-    "monitoring/rank_stats": 6,
     # 7: the strategy as callbacks see it
     "services": 7,
-    "callbacks": 7,
-    # 8: callbacks that others build on
-    "monitoring/gradients": 8,
-    "monitoring/noise_scale": 8,
-    "monitoring/window": 8,
+    "callback_group": 7,
+    # 8: callbacks that measure, on which others build
+    "monitoring": 8,
     # 9: the Lightning face; callbacks and the strategy never import each other
     "module": 9,
-    "data/batch_schedule": 9,
+    "callbacks": 9,
     "strategy": 9,
-    "monitoring": 9,
-    "fault_tolerance/hangs/detector": 9,
-    "fault_tolerance/numbers/guard": 9,
-    "fault_tolerance/preemption/callback": 9,
-    "fault_tolerance/replicas/check": 9,
-    "fault_tolerance/restarts/policy": 9,
-    "fault_tolerance/slow_ranks/detector": 9,
-    "fault_tolerance/suite": 9,
-    "fault_tolerance/workers/guard": 9,
     # 10 and 11: the command line, the public names
-    "callbacks/__init__": 10,
     "cli": 10,
     "__init__": 11,
     "__main__": 11,
     "recipes": 12,  # copied by users, so they import the public names
 }
-"""Layer of a package, or of one of its files, which then counts for more."""
+"""Layer of a package, or of a file of the top level."""
 
 PURE = (
     "fault_tolerance/announce",
@@ -114,7 +82,7 @@ PURE = (
     "fault_tolerance/hangs/node_monitor",
     "fault_tolerance/hangs/node_watch",
     "fault_tolerance/hangs/flight_recorder",
-    "monitoring/sections",
+    "run_log/sections",
     "fault_tolerance/hangs/stack_dump",
     "fault_tolerance/hangs/diagnosis",
     "errors",
@@ -144,7 +112,7 @@ PURE = (
     "layers/experts/config",
     "models/config",
     "models/flops",
-    "monitoring/events",
+    "run_log/events",
     "monitoring/goodput",
     "monitoring/report/page",
 )
@@ -456,7 +424,7 @@ class TestTheRulesThemselves:
             ("layers/linear", "importlib.import_module('lightning_megatron.parallel.apply')"),
             ("layers/linear", "from lightning_megatron import MegatronStrategy"),
             ("layers/linear", "import lightning_megatron"),
-            ("strategy/megatron", "from lightning_megatron.monitoring.throughput import T"),
+            ("strategy/megatron", "from lightning_megatron.callbacks.preemption import P"),
             ("models/transformer", "from lightning_megatron.pipeline.runner import Runner"),
             ("layers/sequential", "from lightning_megatron.pipeline.runner import Runner"),
             ("errors", "from lightning_megatron.topology.mesh import Topology"),
@@ -483,8 +451,8 @@ class TestTheRulesThemselves:
         assert upward_imports(source(path, text), self.files) == []
 
     def test_file_without_layer(self) -> None:
-        with pytest.raises(KeyError, match="data/unknown"):
-            source("data/unknown", "").layer  # noqa: B018 (looks it up)
+        with pytest.raises(KeyError, match="unknown/file"):
+            source("unknown/file", "").layer  # noqa: B018 (looks it up)
 
     @pytest.mark.parametrize(
         "text",

@@ -39,22 +39,22 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.callbacks.group import CallbackGroup as CallbackGroup
-    from lightning_megatron.data.batch_schedule import BatchSchedule as BatchSchedule
-    from lightning_megatron.fault_tolerance.hangs.detector import HangDetector as HangDetector
-    from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard as NumberGuard
+    from lightning_megatron.callback_group import CallbackGroup as CallbackGroup
+    from lightning_megatron.callbacks.batch_schedule import BatchSchedule as BatchSchedule
+    from lightning_megatron.callbacks.fault_tolerance import FaultTolerance as FaultTolerance
+    from lightning_megatron.callbacks.hang_detector import HangDetector as HangDetector
+    from lightning_megatron.callbacks.number_guard import NumberGuard as NumberGuard
+    from lightning_megatron.callbacks.preemption import Preemption as Preemption
+    from lightning_megatron.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+    from lightning_megatron.callbacks.restart_policy import RestartPolicy as RestartPolicy
+    from lightning_megatron.callbacks.slow_rank_detector import (
+        SlowRankDetector as SlowRankDetector,
+    )
+    from lightning_megatron.callbacks.worker_guard import WorkerGuard as WorkerGuard
     from lightning_megatron.fault_tolerance.numbers.responses import (
         RollbackConfig as RollbackConfig,
     )
     from lightning_megatron.fault_tolerance.numbers.spikes import SpikeConfig as SpikeConfig
-    from lightning_megatron.fault_tolerance.preemption.callback import Preemption as Preemption
-    from lightning_megatron.fault_tolerance.replicas.check import ReplicaCheck as ReplicaCheck
-    from lightning_megatron.fault_tolerance.restarts.policy import RestartPolicy as RestartPolicy
-    from lightning_megatron.fault_tolerance.slow_ranks.detector import (
-        SlowRankDetector as SlowRankDetector,
-    )
-    from lightning_megatron.fault_tolerance.suite import FaultTolerance as FaultTolerance
-    from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard as WorkerGuard
     from lightning_megatron.monitoring.alert_rules import Rule as Rule
     from lightning_megatron.monitoring.alerts import Alerts as Alerts
     from lightning_megatron.monitoring.checkpoint_monitor import (
@@ -82,8 +82,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Alerts": ".monitoring.alerts",
-    "BatchSchedule": ".data.batch_schedule",
-    "CallbackGroup": "group",
+    "BatchSchedule": "batch_schedule",
+    "CallbackGroup": ".callback_group",
     "CheckpointMonitor": ".monitoring.checkpoint_monitor",
     "CommunicationMonitor": ".monitoring.communication",
     "ConsoleLine": ".monitoring.console",
@@ -91,28 +91,28 @@ _HOMES = {
     "DataMonitor": ".monitoring.data_monitor",
     "EventLogWriter": ".monitoring.event_log",
     "ExpertMonitor": ".monitoring.expert_monitor",
-    "FaultTolerance": ".fault_tolerance.suite",
+    "FaultTolerance": "fault_tolerance",
     "GradientMonitor": ".monitoring.gradients",
     "GradientNoiseScale": ".monitoring.noise_scale",
-    "HangDetector": ".fault_tolerance.hangs.detector",
+    "HangDetector": "hang_detector",
     "LoggerGuard": ".monitoring.logger_guard",
     "LossMonitor": ".monitoring.loss_monitor",
     "MemoryMonitor": ".monitoring.memory",
     "Monitor": ".monitoring.monitor",
-    "NumberGuard": ".fault_tolerance.numbers.guard",
+    "NumberGuard": "number_guard",
     "ParameterNorm": ".monitoring.parameter_norm",
     "PipelineMonitor": ".monitoring.pipeline_monitor",
-    "Preemption": ".fault_tolerance.preemption.callback",
+    "Preemption": "preemption",
     "ProfilerWindow": ".monitoring.profiler_window",
     "PrometheusEndpoint": ".monitoring.prometheus",
-    "ReplicaCheck": ".fault_tolerance.replicas.check",
-    "RestartPolicy": ".fault_tolerance.restarts.policy",
+    "ReplicaCheck": "replica_check",
+    "RestartPolicy": "restart_policy",
     "RollbackConfig": ".fault_tolerance.numbers.responses",
     "Rule": ".monitoring.alert_rules",
-    "SlowRankDetector": ".fault_tolerance.slow_ranks.detector",
+    "SlowRankDetector": "slow_rank_detector",
     "SpikeConfig": ".fault_tolerance.numbers.spikes",
     "ThroughputMonitor": ".monitoring.throughput",
-    "WorkerGuard": ".fault_tolerance.workers.guard",
+    "WorkerGuard": "worker_guard",
 }
 
 __all__ = [

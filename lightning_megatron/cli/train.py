@@ -20,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron._lightning.cli import BaseCLI
+from lightning_megatron.callbacks.fault_tolerance import FaultTolerance as FaultTolerance
 from lightning_megatron.cli.axis_options import help_of_axis, with_degrees
 from lightning_megatron.cli.init import RECIPES
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
@@ -28,7 +29,6 @@ from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
 from lightning_megatron.data.token_data import TokenData as TokenData
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.fault_tolerance.suite import FaultTolerance as FaultTolerance
 from lightning_megatron.module import LanguageModel as LanguageModel
 from lightning_megatron.monitoring.monitor import Monitor as Monitor
 from lightning_megatron.monitoring.profiler_window import ProfilerWindow as ProfilerWindow

@@ -24,8 +24,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.window import WindowCallback
+from lightning_megatron.run_log.events import EventLog
 from lightning_megatron.services import events_of
 
 

@@ -1,6 +1,6 @@
 """Event log of a run, and goodput by its events.
 
-`EventLogWriter` opens the log of `monitoring.events` and writes the ordinary events: start,
+`EventLogWriter` opens the log of `run_log.events` and writes the ordinary events: start,
 resumed, step, window, validation and end. A window is written when all callbacks have logged:
 before the next batch or validation, or when training ends. Faults are written by those who find
 them, and saves by `MegatronStrategy`. From the same events follow, by `monitoring.goodput`,
@@ -34,13 +34,13 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.callbacks.group import members_of
+from lightning_megatron.callback_group import members_of
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.flops import count_tokens
 from lightning_megatron.monitoring.goodput import Ledger, ledger_of
-from lightning_megatron.monitoring.sections import CHECKPOINT, DATA, VALIDATION
 from lightning_megatron.monitoring.window import logging_interval, loss_of, metrics_of
+from lightning_megatron.run_log.events import EventLog
+from lightning_megatron.run_log.sections import CHECKPOINT, DATA, VALIDATION
 from lightning_megatron.services import events_of, services_if_any
 
 

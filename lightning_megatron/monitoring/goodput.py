@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_megatron.monitoring.events import read_events
+from lightning_megatron.run_log.events import read_events
 
 ALARMS = frozenset({"fault", "hang", "preempted", "rollback"})
 """Kinds of events that say that something is wrong; so does an end other than ``completed``."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
-from lightning_megatron.callbacks.group import CallbackGroup
+from lightning_megatron.callback_group import CallbackGroup
 from lightning_megatron.monitoring.alerts import Alerts
 from lightning_megatron.monitoring.checkpoint_monitor import CheckpointMonitor
 from lightning_megatron.monitoring.communication import CommunicationMonitor

@@ -33,7 +33,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.metrics_server import (
     Guard,
     MetricsServer,
@@ -41,8 +40,9 @@ from lightning_megatron.monitoring.metrics_server import (
     is_loopback,
 )
 from lightning_megatron.monitoring.rank_stats import RankMetrics, rank_metrics_of
-from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.monitoring.window import WindowCallback
+from lightning_megatron.run_log.events import EventLog
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.services import events_of, services_if_any
 
 if TYPE_CHECKING:

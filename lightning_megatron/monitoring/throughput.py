@@ -49,8 +49,8 @@ from lightning_megatron.monitoring.flops import (
     peak_flops,
 )
 from lightning_megatron.monitoring.rank_stats import number_device
-from lightning_megatron.monitoring.sections import CHECKPOINT
 from lightning_megatron.monitoring.window import LoggingSteps
+from lightning_megatron.run_log.sections import CHECKPOINT
 from lightning_megatron.services import services_if_any
 
 _COUNTED_BATCH = 3

@@ -31,13 +31,13 @@ from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_g
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
-from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.relay import StageRelay
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.pipeline.timing import ActionClock, Bubble, ItemTimes, bubble, saved_bytes
+from lightning_megatron.run_log.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.schedules.schedule import (
     Action,
     Kind,

@@ -66,8 +66,8 @@ from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.memory import parts_of_weights
-from lightning_megatron.monitoring.sections import CHECKPOINT
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.run_log.sections import CHECKPOINT
 from lightning_megatron.strategy.checkpoint_paths import (
     AUTO,
     NoCheckpoint,

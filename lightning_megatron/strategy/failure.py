@@ -31,7 +31,7 @@ from lightning_megatron.fault_tolerance.failures.root_cause import is_echo, writ
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt
-from lightning_megatron.monitoring.events import PEER_LOST
+from lightning_megatron.run_log.events import PEER_LOST
 from lightning_megatron.strategy.processes.launcher import Launcher
 from lightning_megatron.strategy.processes.placement import Placement
 

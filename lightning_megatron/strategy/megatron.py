@@ -57,9 +57,6 @@ from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.monitoring import sections
-from lightning_megatron.monitoring.events import EventLog
-from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.optim.gathered_step import check_optimizer
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.apply import (
@@ -75,6 +72,9 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.run_log import sections
+from lightning_megatron.run_log.events import EventLog
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_megatron._lightning import LauncherBase
 from lightning_megatron.comm.votes import PerBatchVotes
-from lightning_megatron.monitoring.events import EventLog
-from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.run_log.events import EventLog
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.step.steps import Steps
 from lightning_megatron.topology.mesh import Topology

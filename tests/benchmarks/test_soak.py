@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.soak import SECTIONS, random_faults
 from benchmarks.soak_outcomes import read_outcomes, table
-from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.run_log.events import EventLog
 
 
 def write_run(directory: Path) -> None:

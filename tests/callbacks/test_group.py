@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
+from lightning_megatron.callback_group import HOOKS, CallbackGroup
 from lightning_megatron.errors import ConfigError
 from tests.strategy.small import Small, loader, make_trainer
 

@@ -14,8 +14,8 @@ from lightning_megatron.monitoring.alert_rules import Alert, Rule
 from lightning_megatron.monitoring.alerts import Alerts
 from lightning_megatron.monitoring.console import ConsoleLine, console_line, training_loss
 from lightning_megatron.monitoring.event_log import EventLogWriter
-from lightning_megatron.monitoring.events import read_events
 from lightning_megatron.monitoring.logger_guard import LoggerGuard
+from lightning_megatron.run_log.events import read_events
 from tests.strategy.small import Small, loader, make_trainer
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring import event_log
 from lightning_megatron.monitoring.event_log import EventLogWriter
-from lightning_megatron.monitoring.events import event_file, read_events
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log.events import event_file, read_events
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
 from tests.monitoring.test_sections import Time
 from tests.strategy.small import Small, dp_of, loader, make_trainer

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.events import EventLog, event_file, read_events
-from lightning_megatron.monitoring.redact import redact
+from lightning_megatron.run_log.events import EventLog, event_file, read_events
+from lightning_megatron.run_log.redact import redact
 
 
 def opened(directory: Path, rank: int = 0) -> EventLog:
@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_from_another_says_so(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_all_lines(tmp_path: Path) -> None:
     code = (
-        "import os, signal; from lightning_megatron.monitoring.events import EventLog\n"
+        "import os, signal; from lightning_megatron.run_log.events import EventLog\n"
         f"log = EventLog(); log.open({str(tmp_path)!r})\n"
         "for i in range(100): log.write('step', number=i)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

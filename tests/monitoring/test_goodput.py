@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.monitoring.events import EventLog, event_file
 from lightning_megatron.monitoring.goodput import Ledger, ledger_of, runs_of
+from lightning_megatron.run_log.events import EventLog, event_file
 
 
 def event(t: float, kind: str, rank: int = 0, **fields: Any) -> dict[str, Any]:

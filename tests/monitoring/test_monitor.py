@@ -8,7 +8,7 @@ import pytest
 
 from lightning_megatron import Monitor
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.events import read_events
+from lightning_megatron.run_log.events import read_events
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, dp_of, loader, make_trainer
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.monitoring.sections import SECTIONS, SectionClock
+from lightning_megatron.run_log.sections import SECTIONS, SectionClock
 
 
 class Time:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, dp_of, loader, make_trainer, run
 

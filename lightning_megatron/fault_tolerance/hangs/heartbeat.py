@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.monitoring.sections import SECTIONS, SectionClock
+from lightning_megatron.run_log.sections import SECTIONS, SectionClock
 
 _SIZE = 8192
 _SECTION = struct.Struct("<qqdBq")  # entries, step, since, section, entries

@@ -42,7 +42,7 @@ from lightning_megatron.fault_tolerance.hangs.json_lines import (
     Message,
 )
 from lightning_megatron.fault_tolerance.hangs.stack_dump import ProcessState
-from lightning_megatron.monitoring.sections import SECTIONS
+from lightning_megatron.run_log.sections import SECTIONS
 
 _AGREE_S = 3.0
 """Seconds to wait until all nodes have confirmed a report."""

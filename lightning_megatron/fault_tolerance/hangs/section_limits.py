@@ -12,8 +12,8 @@ of a step.
 from collections.abc import Mapping
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring import sections as names
-from lightning_megatron.monitoring.sections import SECTIONS, SectionClock
+from lightning_megatron.run_log import sections as names
+from lightning_megatron.run_log.sections import SECTIONS, SectionClock
 
 START_S = 1800.0
 UNSEEN_S = 600.0

@@ -39,7 +39,7 @@ from lightning_megatron.fault_tolerance.hangs.node_monitor import MonitorConfig
 from lightning_megatron.fault_tolerance.hangs.report import title
 from lightning_megatron.fault_tolerance.hangs.section_limits import Limits
 from lightning_megatron.fault_tolerance.hangs.stack_dump import StackRequests, state_of
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log.sections import SectionClock
 
 logger = logging.getLogger(__name__)
 

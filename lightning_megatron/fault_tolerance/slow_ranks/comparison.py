@@ -2,7 +2,7 @@
 
 In a synchronous step all ranks take equally long, because the fast ones wait for the slowest in the
 next collective. So ranks are compared by their *own work*: the time in a section minus the time in
-which they waited for others (`monitoring.sections`). The score of a rank in a section is ::
+which they waited for others (`run_log.sections`). The score of a rank in a section is ::
 
     score = fastest peer's median / own median          over the steps of a window
 
@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lightning_megatron.monitoring import sections as names
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log import sections as names
+from lightning_megatron.run_log.sections import SectionClock
 
 WATCHED = (names.DATA, names.FORWARD, names.BACKWARD, names.OPTIMIZER)
 _MATTERS = 0.1

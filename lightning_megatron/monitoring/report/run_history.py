@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.events import (
+from lightning_megatron.monitoring.goodput import Ledger, runs_of
+from lightning_megatron.monitoring.report.text import with_short_paths
+from lightning_megatron.run_log.events import (
     FOLDER,
     PEER_LOST,
     event_files,
     iterate_events,
     read_events,
 )
-from lightning_megatron.monitoring.goodput import Ledger, runs_of
-from lightning_megatron.monitoring.redact import redact
-from lightning_megatron.monitoring.report.text import with_short_paths
-from lightning_megatron.monitoring.sections import CHECKPOINT, VALIDATION
+from lightning_megatron.run_log.redact import redact
+from lightning_megatron.run_log.sections import CHECKPOINT, VALIDATION
 
 _SAVES = "MegatronStrategy"
 """Name of the strategy that writes an event for each save."""

@@ -35,7 +35,7 @@ from lightning_megatron.data.shares import Parts, Portion, UnevenBatches, sizes_
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.slow_ranks.comparison import WATCHED, OwnWork
 from lightning_megatron.layers.experts.router import Router
-from lightning_megatron.monitoring.sections import OPTIMIZER, SectionClock
+from lightning_megatron.run_log.sections import OPTIMIZER, SectionClock
 from lightning_megatron.strategy.data.sharding import Share, order_of, with_batches
 from lightning_megatron.strategy.data.weighed_log import WeighedLog
 from lightning_megatron.strategy.run import Run

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from lightning_megatron._lightning import LauncherBase
-from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.run_log.events import EventLog
 
 
 class Placement(Protocol):

@@ -31,13 +31,13 @@ from typing_extensions import override
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.data.shares import Portion
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, merge
 from lightning_megatron.pipeline.runner import Executor, LossOf, NoPipeline, Pipeline
 from lightning_megatron.pipeline.runner import Step as UserStep
 from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.strategy.code_inspection import methods_of
 from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay

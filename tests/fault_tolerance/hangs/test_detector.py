@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_megatron import ConfigError, HangDetector
-from lightning_megatron.fault_tolerance.hangs import detector as hang_detector
+from lightning_megatron.callbacks import hang_detector as hang_detector
 from lightning_megatron.fault_tolerance.hangs.watchdog import EXIT_CODE
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.fault_tolerance.hangs.hanging import (

@@ -15,7 +15,7 @@ from lightning_megatron.fault_tolerance.hangs.heartbeat import Beat, Member
 from lightning_megatron.fault_tolerance.hangs.report import describe, summary
 from lightning_megatron.fault_tolerance.hangs.section_limits import START_S, UNSEEN_S, Limits
 from lightning_megatron.fault_tolerance.hangs.stack_dump import Frame, ProcessState
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log.sections import SectionClock
 from tests.monitoring.test_sections import Time
 
 SLEEPING = ProcessState("S", started=7)

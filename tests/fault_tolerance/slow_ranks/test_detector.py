@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron import ConfigError, SlowRankDetector
-from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
 from tests.monitoring.test_sections import Time
 from tests.strategy.small import Small, loader, make_trainer, samples

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.monitoring.events import event_file
+from lightning_megatron.run_log.events import event_file
 
 START = 1_760_000_000.0
 

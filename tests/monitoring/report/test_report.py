@@ -17,7 +17,6 @@ import pytest
 from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.event_log import EventLogWriter
-from lightning_megatron.monitoring.events import event_file
 from lightning_megatron.monitoring.report.bars import time_spent
 from lightning_megatron.monitoring.report.curves import thin_out, ticks
 from lightning_megatron.monitoring.report.page import page, summarize
@@ -28,6 +27,7 @@ from lightning_megatron.monitoring.report.run_history import (
 )
 from lightning_megatron.monitoring.report.tables import ranks_table
 from lightning_megatron.monitoring.report.text import duration, number, size
+from lightning_megatron.run_log.events import event_file
 from tests.checkpoint.damage import flip, save
 from tests.monitoring.report.made_run import START, write_run
 from tests.strategy.small import Small, loader, make_trainer

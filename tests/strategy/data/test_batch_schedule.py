@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data.batch_schedule import BatchSchedule
+from lightning_megatron.callbacks.batch_schedule import BatchSchedule
 from lightning_megatron.data.batch_sizes import BatchSizes, NoiseScale
 from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.errors import ConfigError

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.callbacks.group import members_of
+from lightning_megatron.callback_group import members_of
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce

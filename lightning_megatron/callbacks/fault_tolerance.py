@@ -38,15 +38,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_megatron.callbacks.group import CallbackGroup
+from lightning_megatron.callback_group import CallbackGroup
+from lightning_megatron.callbacks.hang_detector import HangDetector
+from lightning_megatron.callbacks.number_guard import NumberGuard
+from lightning_megatron.callbacks.preemption import Preemption
+from lightning_megatron.callbacks.replica_check import ReplicaCheck
+from lightning_megatron.callbacks.restart_policy import RestartPolicy
+from lightning_megatron.callbacks.slow_rank_detector import SlowRankDetector
+from lightning_megatron.callbacks.worker_guard import WorkerGuard
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.fault_tolerance.hangs.detector import HangDetector
-from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard
-from lightning_megatron.fault_tolerance.preemption.callback import Preemption
-from lightning_megatron.fault_tolerance.replicas.check import ReplicaCheck
-from lightning_megatron.fault_tolerance.restarts.policy import RestartPolicy
-from lightning_megatron.fault_tolerance.slow_ranks.detector import SlowRankDetector
-from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard
 
 
 class FaultTolerance(CallbackGroup):

@@ -36,8 +36,8 @@ from lightning_megatron.fault_tolerance.hangs.section_limits import Limit, Limit
 from lightning_megatron.fault_tolerance.hangs.watchdog import Watchdog, start_monitor, this_member
 from lightning_megatron.launch import interfaces
 from lightning_megatron.monitoring.rank_stats import LabelledMetric, rank_metrics_of
-from lightning_megatron.monitoring.sections import SECTIONS
 from lightning_megatron.monitoring.window import LoggingSteps
+from lightning_megatron.run_log.sections import SECTIONS
 from lightning_megatron.services import MegatronServices, services_of
 
 Action = Literal["abort", "raise", "report"]

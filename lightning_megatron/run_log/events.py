@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.redact import REDACTED, is_secret_name, plain
+from lightning_megatron.run_log.redact import REDACTED, is_secret_name, plain
 
 logger = logging.getLogger(__name__)
 

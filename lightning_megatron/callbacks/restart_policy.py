@@ -25,7 +25,7 @@ from lightning_megatron.fault_tolerance.restarts.attempt_log import (
     AttemptRecord,
     cycles_without_progress,
 )
-from lightning_megatron.monitoring.events import PEER_LOST
+from lightning_megatron.run_log.events import PEER_LOST
 from lightning_megatron.services import events_of, services_if_any
 
 
