@@ -502,14 +502,8 @@ class StageWeights:
 
     def _compare(self, tensors: Sequence[Tensor], what: str) -> None:
         """Refuse to share where ranks ask for different tensors, as code differs between them."""
-        names = [getattr(x, "weight_name", None) or self._name_of(x) or "" for x in tensors]
-        texts = [
-            f"{n}{tuple(x.shape)}{self.owner_of(x)}" for n, x in zip(names, tensors, strict=True)
-        ]
-        mine = torch.tensor(
-            [zlib.crc32(f"{what} {texts}".encode()), -zlib.crc32(f"{what} {texts}".encode())],
-            device=self.topology.device,
-        )
+        asked = self._origin(what, tensors)
+        mine = torch.tensor([asked, -asked], device=self.topology.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.topology.pp.group)
         largest, smallest = mine.tolist()
         if largest != -smallest:
