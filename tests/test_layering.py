@@ -318,6 +318,16 @@ def test_imports_point_down() -> None:
     assert [fault for file in files.values() for fault in upward_imports(file, files)] == []
 
 
+def test_the_strategy_knows_no_callback() -> None:
+    files = package_files()
+    known = {
+        p: [o for o, _ in imported_files(f, files)] for p, f in files.items() if f.top == "strategy"
+    }
+    assert [
+        (p, o) for p, found in known.items() for o in found if o.startswith("monitoring/")
+    ] == []
+
+
 def test_no_import_circles() -> None:
     files = package_files()
     graph = {
