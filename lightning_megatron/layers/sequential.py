@@ -110,6 +110,11 @@ class RemoteItem(nn.Module):
         """Let code of the user's find the item, or with None no longer; return what it finds."""
         self.__dict__["shown_in"] = stages
         shell: nn.Module = self.__dict__["shell"]
+        if stages is None:
+            for module in shell.modules():
+                for held in (module._parameters, module._buffers):
+                    for name in [name for name, value in held.items() if value is not None]:
+                        del held[name]
         return shell
 
     def _shell(self) -> nn.Module | None:
