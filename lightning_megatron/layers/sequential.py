@@ -203,9 +203,9 @@ class RemoteItem(nn.Module):
     @override
     def __setattr__(self, name: str, value: Any) -> None:
         shell = self._shell()
-        if shell is None:
+        if shell is None or name in self.__dict__:
             super().__setattr__(name, value)
-        else:
+        if shell is not None:
             setattr(shell, name, value)
 
     def __getitem__(self, index: Any) -> Any:

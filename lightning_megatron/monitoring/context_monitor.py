@@ -114,9 +114,9 @@ class _Counting:
         layout = ContextLayout(length, context.cp.size, context.order, context.tp)
         known: dict[tuple[bool, int | None], list[int]] = {}
         with weights_in_parts():  # without those of other stages
-            layers = list(trunk.modules())
+            layers = [m for m in trunk.modules() if isinstance(m, ParallelLayer)]
         for layer in layers:
-            if not isinstance(layer, ParallelLayer) or not hasattr(layer, "window"):
+            if not hasattr(layer, "window"):
                 continue  # only layers with attention have a window
             window: Any = layer.window
             kind = bool(getattr(layer, "causal", True)), window

@@ -189,10 +189,9 @@ class ExpertMonitor(pl.Callback):
 def _routers(module: nn.Module) -> Iterator[tuple[str, Router]]:
     """Routers of this rank, by the names of their mixtures."""
     with weights_in_parts():  # without those of other stages
-        named = list(module.named_modules())
-    for name, part in named:
-        if isinstance(part, Router):
-            yield clean_name(name).removesuffix("router").rstrip("."), part
+        found = [(n, part) for n, part in module.named_modules() if isinstance(part, Router)]
+    for name, part in found:
+        yield clean_name(name).removesuffix("router").rstrip("."), part
 
 
 def _worst(layers: list[LayerUse]) -> dict[str, float]:

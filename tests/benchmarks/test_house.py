@@ -243,6 +243,6 @@ def test_a_function_is_taken_out_and_put_back() -> None:
 def test_steps_with_and_without_watchers_take_turns(pool: WorkerPool, case: str) -> None:
     options, _, names = watchers.CASES[case]
     ranks = pool.run(options.get("tp", 1) * options.get("pp", 1), watchers.run, case, 2)
-    for seconds, _ in ranks:
+    for seconds in ranks:
         assert seconds.keys() - {*names} == {watchers.ON, watchers.CONTROL}
         assert {len(steps) for steps in seconds.values()} == {2}

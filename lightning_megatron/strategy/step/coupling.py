@@ -10,6 +10,8 @@ import warnings
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_megatron.layers.memory import weights_in_parts
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -35,11 +37,12 @@ class SampleCoupling:
         self._checked = True
         if self._told:
             self.warn("has couples_samples = True", count)
-        norms = [
-            name
-            for name, child in self._module.named_modules()
-            if isinstance(child, _BATCH_NORMS) and child.training
-        ]
+        with weights_in_parts():  # without those of other stages, which say so themselves
+            norms = [
+                name
+                for name, child in self._module.named_modules()
+                if isinstance(child, _BATCH_NORMS) and child.training
+            ]
         if norms:
             several = f" and {len(norms) - 1} more" if norms[1:] else ""
             self.warn(f"has batch norms in training mode ({norms[0]}{several})", count)
