@@ -118,7 +118,7 @@ class RemoteItem(nn.Module):
         return shell
 
     def _shell(self) -> nn.Module | None:
-        """What code of the user's finds; None for that of this library, and out of a run."""
+        """Module that code of the user's finds; None for this library's, and out of a run."""
         stages: Stages | None = self.__dict__.get("shown_in")
         return self.__dict__["shell"] if stages is not None and stages.is_shown else None
 
@@ -196,8 +196,8 @@ class RemoteItem(nn.Module):
             given = self.__dict__
             raise AttributeError(
                 f"item {given.get('name')!r} of the PipelineSequential is on pipeline stage "
-                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: hooks of "
-                "a run, which see the weights of all stages, configure_model to set them, or pp=1"
+                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: its "
+                "weights and modules, which hooks of a run see, configure_model to set it, or pp=1"
             ) from None
 
     @override
@@ -213,6 +213,13 @@ class RemoteItem(nn.Module):
         inside: Any = self._shell()
         return getattr(self, str(index)) if inside is None else inside[index]
 
+    def __len__(self) -> int:
+        inside: Any = self._shell()
+        return len(inside)
+
+    def __bool__(self) -> bool:
+        return True  # of whatever length
+
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -222,7 +229,7 @@ class RemoteItem(nn.Module):
 
 
 class Stages(Protocol):
-    """What a `RemoteItem` asks `layers.stage_weights.StageWeights`."""
+    """Part of `layers.stage_weights.StageWeights` that a `RemoteItem` asks."""
 
     @property
     def is_shown(self) -> bool:
@@ -230,17 +237,31 @@ class Stages(Protocol):
         ...
 
 
+_CONSTANT = ("torch.nn.", "lightning_megatron.")
+"""Libraries whose modules have attributes that no forward changes."""
+_CONSTANTS = (bool, int, float, str, tuple)
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
 def shell_of(module: nn.Module) -> nn.Module:
     """Return a module of the same class, with the same modules inside and no tensors.
 
-    Other attributes are those of ``module``.
+    Modules of torch and of this library keep their attributes. Those of a user's may be changed in
+    a forward, which runs where the module is, so they are missing.
     """
-    shell: nn.Module = object.__new__(type(module))
-    held = {k: v for k, v in vars(module).items() if not isinstance(v, torch.Tensor)}
-    inside = {name: None if m is None else shell_of(m) for name, m in module._modules.items()}
-    for kind in ("_parameters", "_buffers"):
-        held[kind] = {name: None for name, value in vars(module)[kind].items() if value is None}
-    held["_modules"] = inside
+    kind = type(module)
+    shell: nn.Module = object.__new__(kind)
+    is_constant = kind.__module__.startswith(_CONSTANT)
+    held = {
+        name: value
+        for name, value in vars(module).items()
+        if name in _OF_MODULES
+        or (is_constant and isinstance(value, bool | int | float | str | tuple))
+    }
+    for name in ("_parameters", "_buffers"):
+        held[name] = {key: None for key, value in held[name].items() if value is None}
+    inside = module._modules.items()
+    held["_modules"] = {name: None if m is None else shell_of(m) for name, m in inside}
     shell.__dict__.update(held)
     return shell
 

@@ -45,7 +45,7 @@ from lightning_megatron.layers.memory import runs_layer
 from lightning_megatron.layers.split_rules import FOREACH, Args, Kwargs, by_place, communicates
 from lightning_megatron.layers.split_tensor import OF_TENSOR, rule_of
 from lightning_megatron.layers.splits import place_of, whole
-from lightning_megatron.layers.weights import PartDTensor, PartWeight, whole_weight
+from lightning_megatron.layers.weights import PartDTensor, PartWeight, locked, whole_weight
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -140,7 +140,8 @@ class StageTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "StageTensor":
         with DisableTorchFunctionSubclass():
             own = None if self.own is None else self.own.detach().clone()
-            made = self.stages.tensor(own, self.twin.detach().clone(), self.owner, self.weight_name)
+            twin, name = self.twin.detach().clone(), self.weight_name
+            made = self.stages.tensor(own, twin, self.owner, name, self.device)
             made.twin.requires_grad_(self.twin.requires_grad)
             made.is_buffer, made.origin = self.is_buffer, self.origin
             memo[id(self)] = made
@@ -192,9 +193,16 @@ class StageWeights:
         made._is_param = True  # what nn.Parameter asks an instance
         return made
 
-    def tensor(self, own: Tensor | None, twin: Tensor, owner: int, name: str = "") -> StageTensor:
-        """Return a tensor of the stages of a rank."""
-        device = self.topology.device if own is None else own.device
+    def tensor(
+        self,
+        own: Tensor | None,
+        twin: Tensor,
+        owner: int,
+        name: str = "",
+        device: torch.device | None = None,
+    ) -> StageTensor:
+        """Return a tensor of the stages of a rank, by default on the device of the run."""
+        device = self.topology.device if device is None else device
         with DisableTorchFunctionSubclass():
             made: StageTensor = stand_in(StageTensor, twin, twin.shape, device)
         made.stages, made.owner, made.own, made.twin = self, owner, own, twin
@@ -205,17 +213,13 @@ class StageWeights:
         """The weight with a canonical name: this rank's, or what stands for another's."""
         return self._own[name] if name in self._own else self._absent[name]
 
-    def all_of(self, names: Iterable[str]) -> list[Tensor]:
-        """Weights by name, each once."""
-        return [self.weight(name) for name in names]
-
     @property
     def names(self) -> KeysView[str]:
         """Canonical names of all weights within the trunk, in the order of the network."""
         return self._known.keys()
 
     def known(self, name: str) -> StageWeight:
-        """What is known of a weight."""
+        """Return shape, format and owner of a weight."""
         return self._known[name]
 
     # Where code runs ------------------------------------------------------------------------------
@@ -278,12 +282,12 @@ class StageWeights:
             isinstance(x, StageTensor) and x.own is None for x in tree_flatten((args, kwargs))[0]
         ):  # kept from a hook, by the rank that has it
             return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        if isinstance(first, StageTensor) and first.is_buffer and _stays(func):
+            return first
         if func in _GRADIENT and self.owner_of(first) is not None:
             return self._gradient(func, args)
         if _tells_no_values(func):
             return self._described(func, args, kwargs)
-        if isinstance(first, StageTensor) and first.is_buffer and _stays(func):
-            return first
         self._refuse_buffers(func, args, kwargs)
         if not self.in_hooks:
             self._refuse(func, args, kwargs)
@@ -347,7 +351,7 @@ class StageWeights:
         elif len(owners) > 1 or func in _READS:
             args, kwargs = self._with_values(func, (args, kwargs))
         if not any(self.owner_of(x) is not None for x in tree_flatten((args, kwargs))[0]):
-            return _locked(func, func(*args, **kwargs))
+            return locked(func, func(*args, **kwargs))
         if changed is not None:
             return self._changed(func, args, kwargs, changed)
         try:
@@ -372,11 +376,25 @@ class StageWeights:
         """``func`` where its tensors are; elsewhere None, after what it draws."""
         given = tree_flatten((args, kwargs))[0]
         if not any(isinstance(x, StageTensor) and x.own is None for x in given):
+            before = None if rule_of(func) is rules.elementwise or _draws(func) else self._drawn()
             with self.within_stage(), EnableTorchFunction():
-                return func(*tree_map(_value, args), **tree_map(_value, kwargs))
-        if rule_of(func) in (rules.drawn_like, rules.dropout) or _draws(func):
+                found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+            if before is not None and not torch.equal(before, self._drawn()):
+                raise ConfigError(
+                    f"{_name(func)}: draws random numbers for a weight of a pipeline stage in a "
+                    "way that other stages cannot follow; nearest valid: torch.rand_like and its "
+                    "like, or torch.rand(weight.shape), and the rest from what they return"
+                )
+            return found
+        if _draws(func):
             self._draw(func, args, kwargs)
         return None
+
+    def _drawn(self) -> Tensor:
+        """State of the generator of the device."""
+        device = self.topology.device
+        on_gpu = device.type == "cuda"
+        return torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
 
     def _there(
         self,
@@ -394,9 +412,9 @@ class StageWeights:
         found = self._run(func, args, kwargs)
         found = found if is_here else twins
         results, leaves = tree_flatten(twins)[0], tree_flatten(found)[0]
-        origin = self._origin(_name(func), given)
+        origin, device = self._origin(_name(func), given), _device_of_result(func, args, kwargs)
         made = {
-            id(leaf): self.tensor(leaf if is_here else None, twin, owner)
+            id(leaf): self.tensor(leaf if is_here else None, twin, owner, device=device)
             for leaf, twin in zip(leaves, results, strict=True)
             if isinstance(leaf, Tensor)
         }
@@ -411,7 +429,7 @@ class StageWeights:
         return tree_map(lambda x: made.get(id(x), x) if isinstance(x, Tensor) else x, found)
 
     def _on_meta(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """What ``func`` returns, on the meta device, on all ranks alike."""
+        """Run ``func`` on the meta device, on all ranks alike, for the shapes of its results."""
 
         def twin(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
@@ -436,13 +454,13 @@ class StageWeights:
     def _draw(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         """Draw what another stage draws, so that all ranks go on with the same numbers."""
 
-        def empty(leaf: Any) -> Any:
+        def zeros(leaf: Any) -> Any:
             if not isinstance(leaf, StageTensor):
                 return leaf
-            return torch.empty(leaf.twin.shape, dtype=leaf.twin.dtype, device=leaf.device)
+            return torch.zeros(leaf.twin.shape, dtype=leaf.twin.dtype, device=leaf.device)
 
         with torch.no_grad():
-            func(*tree_map(empty, args), **tree_map(empty, kwargs))
+            func(*tree_map(zeros, args), **tree_map(zeros, kwargs))
 
     # Values for all ranks -------------------------------------------------------------------------
 
@@ -490,7 +508,7 @@ class StageWeights:
                 source = value.new_zeros((), requires_grad=True) if own is None else own
                 with DisableTorchFunctionSubclass():
                     value = _FromStage.apply(source, value, self, own is not None)  # type: ignore[no-untyped-call]
-            found.append(value)
+            found.append(value.to(x.device))
         return found
 
     def _whole(self, own: Tensor, dtype: torch.dtype) -> Tensor:
@@ -576,7 +594,7 @@ class StageWeights:
                 found = func(inner)
             if found is None:
                 return None
-        made = self.tensor(found, twin, owner)
+        made = self.tensor(found, twin, owner, device=x.device)
         made.origin = self._origin(kind, [x])
         return made
 
@@ -649,13 +667,6 @@ def _value(leaf: Any) -> Any:
         return leaf.as_subclass(Tensor)
 
 
-def _locked(func: Callable[..., Any], found: Any) -> Any:
-    """Let an array of NumPy refuse changes, which a weight would not get."""
-    if func in (Tensor.numpy, Tensor.__array__):
-        found.setflags(write=False)
-    return found
-
-
 def _writes(func: Callable[..., Any]) -> bool:
     return changes(func) or communicates(func)
 
@@ -666,10 +677,24 @@ def _stays(func: Callable[..., Any]) -> bool:
 
 
 def _draws(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__name__", "").rstrip("_") in (
-        *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
-        *("random", "multinomial", "trunc_normal", "rand_like", "randn_like", "randint_like"),
-    )
+    """Whether a function draws as many numbers as its tensor has elements, whatever these are."""
+    return rule_of(func) in (rules.drawn_like, rules.dropout) or _name(func) in _DRAWN
+
+
+def _device_of_result(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.device:
+    """Device of what a function of tensors of stages returns."""
+    first = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor))
+    if _name(func) == "cpu":
+        return torch.device("cpu")
+    if _name(func) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    given = [kwargs.get("device"), *(args[1:2] if rule_of(func) is rules.moved else ())]
+    for device in given:
+        if isinstance(device, torch.device | str):
+            return torch.device(device)
+        if isinstance(device, Tensor):  # x.to(other)
+            return device.device
+    return first.device
 
 
 def _moved(func: Callable[..., Any], args: Args, kwargs: Kwargs, twin: Callable[[Any], Any]) -> Any:
@@ -721,14 +746,27 @@ _OF_LEARNING = frozenset(
         Tensor.register_post_accumulate_grad_hook,
     )
 )
-"""What tells or sets how a tensor learns, which its memory knows, and not what stands for it."""
+"""Functions about how a tensor learns, which the tensor knows that has the memory."""
+_DRAWN = frozenset(
+    (
+        *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
+        *("random", "trunc_normal", "dropout1d", "dropout2d", "dropout3d"),
+    )
+)
 _RESHAPES = frozenset(
     (
         *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as"),
         *("set", "as_strided", "swap"),
     )
 )
-_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+_FORMATS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
 """Number formats that gradients have."""
 _NEW = frozenset(
     (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)

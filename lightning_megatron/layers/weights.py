@@ -177,7 +177,7 @@ class SplitWeight(SplitTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        return _locked(func, super().__torch_function__(func, types, args, kwargs))
+        return locked(func, super().__torch_function__(func, types, args, kwargs))
 
 
 class PartTensor(Tensor):
@@ -296,7 +296,7 @@ def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
     args, kwargs = tree_map(_split_tensor, given)
     parts = [leaf for leaf in tree_flatten((args, kwargs))[0] if place_of(leaf) is not None]
     found = _of_parts(func, args, kwargs, parts) if parts else func(*args, **kwargs)
-    found = _locked(func, found)
+    found = locked(func, found)
     return given[0][0] if changes(func) and isinstance(found, Tensor) else found
 
 
@@ -310,7 +310,7 @@ def _stages(args: Args, kwargs: Kwargs) -> Any:
     return None
 
 
-def _locked(func: Callable[..., Any], found: Any) -> Any:
+def locked(func: Callable[..., Any], found: Any) -> Any:
     """Let an array of NumPy refuse changes, which a weight would not get."""
     if func in _ARRAYS:
         found.setflags(write=False)

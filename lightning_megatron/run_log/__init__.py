@@ -1,1 +1,1 @@
-"""What happens in a run: events, what each rank is doing, and what stays out of logs."""
+"""Log of a run: its events, the section that each rank is in, and secrets to leave out."""

@@ -28,7 +28,7 @@ class GroupWeights(list[Any]):
         names = [place_of(p).name for p in own if stages.owner_of(p) is not None]
         added = [p.weight_name for p in given if isinstance(p, StageTensor)]
         members = {*names, *added} | {n for n in stages.names if stages.known(n).group == group}
-        inside = stages.all_of(name for name in stages.names if name in members)
+        inside = [stages.weight(name) for name in stages.names if name in members]
         outside = [p for p in own if stages.owner_of(p) is None]
         first = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
         before = [p for p in own[:first] if any(p is o for o in outside)]
@@ -56,6 +56,9 @@ class GroupWeights(list[Any]):
     @override
     def __add__(self, other: Any) -> Any:
         return [*self, *other]
+
+    def __radd__(self, other: Any) -> Any:
+        return [*other, *self]  # sum((group["params"] for group in groups), [])
 
     @override
     def __reduce_ex__(self, _: Any) -> Any:

@@ -169,7 +169,7 @@ def group_problems(
 
 
 class _Trunk:
-    """What this rank holds of a trunk.
+    """Chunks of a trunk that this rank holds.
 
     Args:
         parallel: the module on its layout, comes to rest.

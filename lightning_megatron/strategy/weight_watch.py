@@ -1,6 +1,6 @@
 """The part of the strategy that lets user's code see whole weights where ranks have parts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,15 +130,14 @@ class WeightWatch:
             if isinstance(item, RemoteItem):
                 names = {local: weight.name for local, weight in every[name].weights.items()}
                 stages.fill(item.show(stages), names, every[name].buffers)
-        around: Callable[[], Any] = self.on_own_stage
-        vars(trunk)["around_items"] = around
+        vars(trunk)["around_items"] = self.on_own_stage
         stages.sees_all = True
         return stages
 
     def _describe(
         self, item: nn.Module, roles: Mapping[int, ParameterRole], groups: Mapping[int, Any]
     ) -> "_Item":
-        """What other ranks are told of an item of this rank."""
+        """Describe an item of this rank for the others."""
         topology, weights = self._run.topology, dict[str, StageWeight]()
         for name, p in item.named_parameters(remove_duplicate=False):
             role = roles.get(id(p))

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 
 from lightning_megatron import CompileConfig, PipelineConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.stage_weights import _device_of_result
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer
 
@@ -111,6 +113,8 @@ class WalksGroups(Looking):
         self.note(len(weights))
         self.note(clip_grad_norm_(weights, 0.1))
         self.note(sum(p.grad.norm(1) for p in weights))
+        united = sum((group["params"] for group in optimizer.param_groups), [])
+        self.note(len(united) + get_total_norm([p.grad for p in united]))
 
 
 class OneByOne(Looking):
@@ -403,6 +407,7 @@ class SumsBuffers(Looking):
     def on_train_batch_end(self, *_: Any) -> None:
         for buffer in self.buffers():
             buffer.fill_(2.0)
+            buffer.data.mul_(2.0)
         self.note(sum(buffer.sum() for buffer in self.buffers()))
 
 
@@ -422,7 +427,35 @@ class DifferentiatesInHook(Looking):
         torch.autograd.grad(weight.norm(), [weight])
 
 
+class Counts(nn.Module):
+    """Counts its calls in a number of Python's, as its stage knows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.linear(x)
+
+
+class ReadsAttributes(Looking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(first=Counts(), head=Counts())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(self.net.first.linear.in_features + self.net.head.linear.in_features)
+        self.note(self.net.first.calls + self.net.head.calls)
+
+
+class DrawsInside(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        functional.gumbel_softmax(self.net.head.weight.detach())
+
+
 REFUSED_IN_HOOKS = {
+    ReadsAttributes: r"pipeline stage [01], and so is its attribute 'calls'",
     AsksByRank: "norm: the ranks of the pipeline ask for values of different weights",
     SumsBuffers: r"sum: counts is a buffer on pipeline rank [01].*lightning_megatron\.gather",
     ReshapesInPlace: "t_: changes the shape of a weight of a pipeline stage in place",
@@ -442,7 +475,35 @@ def run_refused(kind: type[Looking]) -> str:
 @pytest.mark.parametrize("kind", REFUSED_IN_HOOKS, ids=lambda kind: kind.__name__)
 def test_hooks_are_refused_what_stages_cannot_tell(pool: WorkerPool, kind: type[Looking]) -> None:
     for said in pool.run(2, run_refused, kind):
-        assert re.search(f"ConfigError: .*{REFUSED_IN_HOOKS[kind]}", said)
+        assert re.search(f"(Config|Attribute)Error: .*{REFUSED_IN_HOOKS[kind]}", said)
+
+
+def draw_inside() -> None:
+    make_trainer({"pp": 2}, 2).fit(DrawsInside(), loader())
+
+
+def test_what_other_stages_cannot_draw_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="draws random numbers for a weight of a pipeline stage"):
+        pool.run(2, draw_inside, grace=0.2)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "device"),
+    [
+        (Tensor.mul, (2,), {}, "meta"),
+        (Tensor.cpu, (), {}, "cpu"),
+        (Tensor.to, ("cuda:1",), {}, "cuda:1"),
+        (Tensor.to, (torch.float64,), {}, "meta"),
+        (Tensor.to, (torch.zeros(1),), {}, "cpu"),
+        (Tensor.to, (), {"device": torch.device("cpu")}, "cpu"),
+        (torch.zeros_like, (), {"device": "cpu"}, "cpu"),
+    ],
+)
+def test_results_know_the_device_that_they_would_be_on(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+) -> None:
+    weight = torch.empty(2, device="meta")
+    assert _device_of_result(func, (weight, *args), kwargs) == torch.device(device)
 
 
 def look_after_run() -> list[Any]:
