@@ -486,3 +486,11 @@ def functions(*names: str) -> list[Callable[..., Any]]:
     """Functions of torch, ``torch.nn.functional`` and tensors with these names."""
     spaces = (torch, F, Tensor, torch.special)
     return [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
+
+
+def name_of(func: Any) -> str:
+    """Name of a function, a method, an in-place method or an attribute."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        name = str(getattr(func.__self__, "__name__", name))
+    return name.strip("_").removeprefix("linalg_")

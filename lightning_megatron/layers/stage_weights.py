@@ -14,6 +14,9 @@ device, for the shapes of what it returns. Three things bring values to all rank
 collective over pp: a number (a result without dims), whatever reads values (``item``, ``tolist``),
 and a function of tensors of several stages, or one that writes into a tensor of everybody's.
 
+`layers.stage_functions` sorts functions by what they need. The file is long as what stands for a
+weight asks `StageWeights` for everything, and values reach other ranks by its methods.
+
 Within a step this rank's weights are plain, and those of other stages are refused: code there runs
 where its stage is. Of what is inside of layers' own functions see `layers.memory`.
 """
@@ -40,13 +43,31 @@ from lightning_megatron._torch import (
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
-from lightning_megatron.layers.copied_view import changes
 from lightning_megatron.layers.memory import runs_layer
-from lightning_megatron.layers.split_rules import FOREACH, Args, Kwargs, by_place, communicates
-from lightning_megatron.layers.split_tensor import OF_TENSOR, rule_of
+from lightning_megatron.layers.split_rules import FOREACH, Args, Kwargs, by_place, name_of
+from lightning_megatron.layers.split_tensor import rule_of
 from lightning_megatron.layers.splits import place_of, whole
+from lightning_megatron.layers.stage_functions import (
+    FORMATS,
+    GRADIENT,
+    OF_LEARNING,
+    READS,
+    RESHAPES,
+    device_of_result,
+    draws,
+    moved,
+    stays,
+    tells_no_values,
+    writes,
+)
 from lightning_megatron.layers.weights import PartDTensor, PartWeight, locked, whole_weight
 from lightning_megatron.topology.mesh import Topology
+
+_REMEDY = (
+    "nearest valid: the same in a hook, such as on_before_optimizer_step or on_train_batch_end, "
+    "where it is of all stages; weight_decay of the optimizer for a penalty; "
+    "lightning_megatron.gather(module) for whole weights"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +303,11 @@ class StageWeights:
             isinstance(x, StageTensor) and x.own is None for x in tree_flatten((args, kwargs))[0]
         ):  # kept from a hook, by the rank that has it
             return func(*tree_map(_value, args), **tree_map(_value, kwargs))
-        if isinstance(first, StageTensor) and first.is_buffer and _stays(func):
+        if isinstance(first, StageTensor) and first.is_buffer and stays(func):
             return first
-        if func in _GRADIENT and self.owner_of(first) is not None:
+        if func in GRADIENT and self.owner_of(first) is not None:
             return self._gradient(func, args)
-        if _tells_no_values(func):
+        if tells_no_values(func):
             return self._described(func, args, kwargs)
         self._refuse_buffers(func, args, kwargs)
         if not self.in_hooks:
@@ -307,7 +328,7 @@ class StageWeights:
         what = f"{of.weight_name} is" if of.weight_name else "this tensor is of weights"
         ended = "" if self.alive else ", and the run has ended"
         raise ConfigError(
-            f"{_name(func)}: {what} on pipeline rank {of.owner}{ended}, and with "
+            f"{name_of(func)}: {what} on pipeline rank {of.owner}{ended}, and with "
             f"pp={self.topology.pp.size} a step has the weights of its own stage; {_REMEDY}"
         )
 
@@ -316,7 +337,7 @@ class StageWeights:
         for x in tree_flatten((args, kwargs))[0]:
             if isinstance(x, StageTensor) and x.is_buffer:
                 raise ConfigError(
-                    f"{_name(func)}: {x.weight_name} is a buffer on pipeline rank {x.owner}, and "
+                    f"{name_of(func)}: {x.weight_name} is a buffer on pipeline rank {x.owner}, and "
                     "hooks see weights of all stages, and buffers of their own; nearest valid: "
                     "lightning_megatron.gather(module), which has those of all"
                 )
@@ -343,12 +364,12 @@ class StageWeights:
 
     def _each(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, *, share: bool) -> Any:
         """``func`` of one stage, or on values of all ranks."""
-        changed: Any = args[0] if args and _writes(func) else kwargs.get("out")
+        changed: Any = args[0] if args and writes(func) else kwargs.get("out")
         at = self.owner_of(changed)
         owners = {o for x in tree_flatten((args, kwargs))[0] if (o := self.owner_of(x)) is not None}
         if changed is not None:
             args, kwargs = self._with_values(func, (args, kwargs), apart_from=at)
-        elif len(owners) > 1 or func in _READS:
+        elif len(owners) > 1 or func in READS:
             args, kwargs = self._with_values(func, (args, kwargs))
         if not any(self.owner_of(x) is not None for x in tree_flatten((args, kwargs))[0]):
             return locked(func, func(*args, **kwargs))
@@ -364,9 +385,9 @@ class StageWeights:
 
     def _changed(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, changed: Any) -> Any:
         """``func``, which changes a tensor of a stage, on the ranks that have it."""
-        if _name(func) in _RESHAPES:
+        if name_of(func) in RESHAPES:
             raise ConfigError(
-                f"{_name(func)}_: changes the shape of a weight of a pipeline stage in place; "
+                f"{name_of(func)}_: changes the shape of a weight of a pipeline stage in place; "
                 "nearest valid: the same function without an underscore at its end"
             )
         self._run(func, args, kwargs)
@@ -376,17 +397,17 @@ class StageWeights:
         """``func`` where its tensors are; elsewhere None, after what it draws."""
         given = tree_flatten((args, kwargs))[0]
         if not any(isinstance(x, StageTensor) and x.own is None for x in given):
-            before = None if rule_of(func) is rules.elementwise or _draws(func) else self._drawn()
+            before = None if rule_of(func) is rules.elementwise or draws(func) else self._drawn()
             with self.within_stage(), EnableTorchFunction():
                 found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
             if before is not None and not torch.equal(before, self._drawn()):
                 raise ConfigError(
-                    f"{_name(func)}: draws random numbers for a weight of a pipeline stage in a "
+                    f"{name_of(func)}: draws random numbers for a weight of a pipeline stage in a "
                     "way that other stages cannot follow; nearest valid: torch.rand_like and its "
                     "like, or torch.rand(weight.shape), and the rest from what they return"
                 )
             return found
-        if _draws(func):
+        if draws(func):
             self._draw(func, args, kwargs)
         return None
 
@@ -412,7 +433,10 @@ class StageWeights:
         found = self._run(func, args, kwargs)
         found = found if is_here else twins
         results, leaves = tree_flatten(twins)[0], tree_flatten(found)[0]
-        origin, device = self._origin(_name(func), given), _device_of_result(func, args, kwargs)
+        origin, device = (
+            self._origin(name_of(func), given),
+            device_of_result(func, args, kwargs),
+        )
         made = {
             id(leaf): self.tensor(leaf if is_here else None, twin, owner, device=device)
             for leaf, twin in zip(leaves, results, strict=True)
@@ -424,7 +448,7 @@ class StageWeights:
             numbers = [
                 (key, x) for key, x in made.items() if not x.twin.dim() and not x.twin._is_view()
             ]
-            plain = self.shared([x for _, x in numbers], _name(func))
+            plain = self.shared([x for _, x in numbers], name_of(func))
             made |= {key: value for (key, _), value in zip(numbers, plain, strict=True)}  # type: ignore[misc]
         return tree_map(lambda x: made.get(id(x), x) if isinstance(x, Tensor) else x, found)
 
@@ -437,7 +461,7 @@ class StageWeights:
             return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
         if rule_of(func) is rules.moved:
-            return _moved(func, args, kwargs, twin)
+            return moved(func, args, kwargs, twin)
         with EnableTorchFunction():
             return func(*tree_map(twin, args), **tree_map(twin, kwargs))
 
@@ -473,7 +497,7 @@ class StageWeights:
             owner = self.owner_of(leaf)
             if owner is not None and owner != apart_from:
                 wanted[id(leaf)] = leaf
-        values = dict(zip(wanted, self.shared(list(wanted.values()), _name(func)), strict=True))
+        values = dict(zip(wanted, self.shared(list(wanted.values()), name_of(func)), strict=True))
         args, kwargs = tree_map(
             lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, given
         )
@@ -558,7 +582,7 @@ class StageWeights:
         if not isinstance(first, StageTensor):
             with self.within_stage():
                 return func(*args, **kwargs)
-        if func in _OF_LEARNING:
+        if func in OF_LEARNING:
             inner = first.twin if first.own is None else first.own
             with self.within_stage(), EnableTorchFunction():
                 found = func(inner, *args[1:], **kwargs)
@@ -568,7 +592,7 @@ class StageWeights:
 
     def _gradient(self, func: Callable[..., Any], args: Args) -> Any:
         """Get or set ``.grad`` or ``.data``."""
-        x, kind = args[0], _GRADIENT[func]
+        x, kind = args[0], GRADIENT[func]
         owner = self.owner_of(x)
         assert owner is not None
         name = getattr(x, "weight_name", None) or self._name_of(x)
@@ -628,10 +652,10 @@ class StageWeights:
             with DisableTorchFunctionSubclass():
                 for name in self._known:
                     gradient = self._own[name].grad if name in self._own else None
-                    mine.append(0 if gradient is None else 1 + _FORMATS.index(gradient.dtype))
+                    mine.append(0 if gradient is None else 1 + FORMATS.index(gradient.dtype))
                 found = torch.tensor(mine, dtype=torch.uint8, device=self.topology.device)
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self.topology.pp.group)
-            formats = [_FORMATS[number - 1] if number else None for number in found.tolist()]
+            formats = [FORMATS[number - 1] if number else None for number in found.tolist()]
             self._formats = dict(zip(self._known, formats, strict=True))
         return self._formats
 
@@ -665,122 +689,3 @@ def _value(leaf: Any) -> Any:
         return leaf
     with DisableTorchFunctionSubclass():
         return leaf.as_subclass(Tensor)
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    return changes(func) or communicates(func)
-
-
-def _stays(func: Callable[..., Any]) -> bool:
-    """Whether a function of a buffer of another stage changes it there, or hands it on."""
-    return changes(func) or rule_of(func) is rules.moved or _name(func) in ("detach", "data")
-
-
-def _draws(func: Callable[..., Any]) -> bool:
-    """Whether a function draws as many numbers as its tensor has elements, whatever these are."""
-    return rule_of(func) in (rules.drawn_like, rules.dropout) or _name(func) in _DRAWN
-
-
-def _device_of_result(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.device:
-    """Device of what a function of tensors of stages returns."""
-    first = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor))
-    if _name(func) == "cpu":
-        return torch.device("cpu")
-    if _name(func) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    given = [kwargs.get("device"), *(args[1:2] if rule_of(func) is rules.moved else ())]
-    for device in given:
-        if isinstance(device, torch.device | str):
-            return torch.device(device)
-        if isinstance(device, Tensor):  # x.to(other)
-            return device.device
-    return first.device
-
-
-def _moved(func: Callable[..., Any], args: Args, kwargs: Kwargs, twin: Callable[[Any], Any]) -> Any:
-    """Result of ``to`` and its like on meta: another format, and no other device."""
-    if _name(func) in ("cpu", "cuda"):
-        return twin(args[0]).view_as(twin(args[0]))
-    kept = [x for x in args[1:] if not isinstance(x, torch.device | str)]
-    like = [twin(x) if isinstance(x, Tensor) else x for x in kept]
-    named = {k: v for k, v in kwargs.items() if k != "device"}
-    if not like and not named:
-        return twin(args[0])
-    with EnableTorchFunction():
-        return func(twin(args[0]), *like, **named)
-
-
-def _name(func: Any) -> str:
-    name = str(getattr(func, "__name__", func))
-    if name in ("__get__", "__set__"):
-        name = str(getattr(func.__self__, "__name__", name))
-    return name.strip("_").removeprefix("linalg_")
-
-
-_REMEDY = (
-    "nearest valid: the same in a hook, such as on_before_optimizer_step or on_train_batch_end, "
-    "where it is of all stages; weight_decay of the optimizer for a penalty; "
-    "lightning_megatron.gather(module) for whole weights"
-)
-_PROPERTIES: Any = Tensor
-_GRADIENT: Mapping[Any, str] = {
-    _PROPERTIES.grad.__get__: "get grad",
-    _PROPERTIES.grad.__set__: "set grad",
-    _PROPERTIES.grad.__delete__: "set grad",
-    _PROPERTIES.data.__get__: "get data",
-    _PROPERTIES.data.__set__: "set data",
-}
-_DESCRIBES = frozenset(
-    (
-        *(_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel),
-        *(Tensor.__len__, Tensor.__repr__, Tensor.__format__, Tensor.__hash__),
-        *(Tensor.requires_grad_, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad),
-    )
-)
-_OF_LEARNING = frozenset(
-    (
-        *(_PROPERTIES.requires_grad.__get__, _PROPERTIES.requires_grad.__set__),
-        *(_PROPERTIES.grad_fn.__get__, _PROPERTIES.is_leaf.__get__, Tensor.requires_grad_),
-        *(Tensor.register_hook, Tensor.retain_grad, Tensor.detach_),
-        *(_PROPERTIES._version.__get__, _PROPERTIES._backward_hooks.__get__),
-        Tensor.register_post_accumulate_grad_hook,
-    )
-)
-"""Functions about how a tensor learns, which the tensor knows that has the memory."""
-_DRAWN = frozenset(
-    (
-        *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
-        *("random", "trunc_normal", "dropout1d", "dropout2d", "dropout3d"),
-    )
-)
-_RESHAPES = frozenset(
-    (
-        *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as"),
-        *("set", "as_strided", "swap"),
-    )
-)
-_FORMATS = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-)
-"""Number formats that gradients have."""
-_NEW = frozenset(
-    (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
-)
-_READS = frozenset(
-    (
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__),
-        *(Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__, torch.equal),
-        *(Tensor.equal, Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
-        *(Tensor.backward, Tensor.__contains__),
-    )
-)
-"""Functions that read values."""
-
-
-def _tells_no_values(func: Callable[..., Any]) -> bool:
-    return (func in OF_TENSOR and func not in _NEW) or func in _DESCRIBES

@@ -21,18 +21,17 @@ whole weight, on every rank::
   penalty its share of the gradient.
 
 What asks for numbers of other ranks is collective: all must ask. Layers compute with their own
-parts, as do optimizers and all else of this library (`layers.memory`).
+parts, as do optimizers and all else of this library (`layers.memory`). `layers.places` says which
+part a rank has, and `layers.part_numbers` completes numbers over the ranks. The file is long as its
+classes share one table of what a weight's own attributes are.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
@@ -45,106 +44,28 @@ from lightning_megatron._torch import (
     tree_flatten,
     tree_map,
 )
-from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
-from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.copied_view import as_views, changes, copies_in
 from lightning_megatron.layers.memory import computes_with_part, traces_users_code
-from lightning_megatron.layers.part_norms import groups_of, own_number
+from lightning_megatron.layers.part_numbers import (
+    LEARNING,
+    WholeOfParts,
+    one_of,
+    reduced,
+    reduces,
+)
+from lightning_megatron.layers.places import Place
 from lightning_megatron.layers.split_rules import (
     Args,
     Kwargs,
     by_place,
     communicates,
+    name_of,
 )
 from lightning_megatron.layers.split_tensor import OF_TENSOR, SplitTensor, gradients, rule_of
 from lightning_megatron.layers.splits import marked, place_of, split_of
-from lightning_megatron.topology.axis import Axis
-from lightning_megatron.topology.mesh import Topology
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Place:
-    """Whole weight, and the part of it that this rank has."""
-
-    name: str
-    topology: Topology
-    shape: torch.Size
-    """Shape of the whole."""
-    shard: TensorShard | None = None
-    """Slice that this rank of tp or ep has; None for a weight of an ordinary layer."""
-    axis: Axis | None = None
-    """Axis over which the weight is sliced; None if it is not."""
-    rows: DTensor | None = None
-    """The weight, where ZeRO 3 shares out what the axis leaves."""
-    copies: int = 1
-    """Ranks that hold the same, and over which gradients are summed."""
-    learners: dist.ProcessGroup | None = None
-    """Ranks whose losses a part learns from, and that do not average its gradients."""
-    stages: Any = None
-    """`layers.stage_weights.StageWeights` of a pipeline; None without one."""
-    owner: int = 0
-    """First rank of the pipeline that has it."""
-
-    @property
-    def dim(self) -> int | None:
-        """Dim along which the weight is sliced."""
-        return None if self.shard is None or self.axis is None else self.shard.dim
-
-    @property
-    def split_dim(self) -> int | None:
-        """Dim of a slice over tp that is one interval of it, and a plain tensor; else None."""
-        shard = self.shard
-        plain = self.rows is None and shard is not None and shard.segments is None
-        return self.dim if plain and self.axis is self.topology.tp else None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether other ranks have other elements."""
-        return self.axis is not None or self.rows is not None
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups whose ranks have the other parts."""
-        of_axis = () if self.axis is None or self.axis.group is None else (self.axis.group,)
-        return (*of_axis, *(() if self.rows is None else groups_of(self.rows)))
-
-    def is_like(self, other: "Place") -> bool:
-        """Whether a tensor there is cut as one here."""
-        mine, its = self.rows, other.rows
-        rows = mine is its or (
-            mine is not None
-            and its is not None
-            and (mine.device_mesh, mine.placements) == (its.device_mesh, its.placements)
-        )
-        return (
-            rows
-            and (self.shape, self.axis, self.dim) == (other.shape, other.axis, other.dim)
-            and (self.shard is None or other.shard is None or self.shard == other.shard)
-        )
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Return the whole of which all ranks have their ``part``: a DTensor or a plain tensor."""
-        x = part.full_tensor() if isinstance(part, DTensor) else part
-        if self.axis is None or self.shard is None or self.shard.dim is None:
-            return x
-        x = start_gather(x.contiguous(), self.axis, self.shard.dim).wait()
-        segments = self.shard.segments
-        return x if segments is None else segments.in_canonical_order(x, self.shard.dim)
-
-    def own_part(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's part of ``whole``: a DTensor or a plain tensor."""
-        if self.axis is None or self.shard is None or self.shard.dim is None:
-            x = whole.clone()
-        else:
-            x = self.shard.part_of(whole, self.shape[self.shard.dim] // self.axis.size)
-        if self.rows is None:
-            return x
-        mesh = self.rows.device_mesh
-        everywhere = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return everywhere.redistribute(mesh, self.rows.placements)
 
 
 class PartWeight(nn.Parameter):
@@ -394,8 +315,8 @@ def _of_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs, parts: list[
         return _of_copies(func, args, kwargs, learns=learns)
     name = name_of(func)
     alone = len(parts) == 1 and first is args[0]
-    if alone and _reduces(func, name, args, kwargs) and (not learns or name in _LEARNING):
-        return _reduced(name, first, place, args, kwargs)
+    if alone and reduces(func, name, args, kwargs) and (not learns or name in LEARNING):
+        return reduced(name, first, place, args, kwargs)
     if rule in _ELEMENTWISE and "out" not in kwargs:
         fitted = _fitted(func, args, kwargs, place, learns=learns)
         if fitted is not None:
@@ -423,10 +344,10 @@ def whole_weight(leaf: Any) -> Any:
     with DisableTorchFunctionSubclass():
         local = leaf.to_local() if isinstance(leaf, DTensor) else leaf.as_subclass(Tensor)
         if not place.is_cut:
-            return _one_of(local, place.copies)
+            return one_of(local, place.copies)
         if local.requires_grad and torch.is_grad_enabled():
-            found: Tensor = _Whole.apply(local, leaf.detach(), place)  # type: ignore[no-untyped-call]
-            return _one_of(found, place.copies)
+            found: Tensor = WholeOfParts.apply(local, leaf.detach(), place)  # type: ignore[no-untyped-call]
+            return one_of(found, place.copies)
         return place.gather(leaf.detach())
 
 
@@ -542,115 +463,6 @@ def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs, changed: Tens
         with DisableTorchFunctionSubclass():
             changed.copy_(place.own_part(whole))
     return changed
-
-
-# Reductions ---------------------------------------------------------------------------------------
-
-_LEARNING = frozenset(("sum", "mean", "norm", "vector_norm"))
-"""Reductions through which parts learn; gradients of maxima depend on who has the same number."""
-_REDUCTIONS = _LEARNING | {"max", "min", "amax", "amin", "any", "all"}
-
-
-def name_of(func: Any) -> str:
-    """Name of a function, a method or an in-place method."""
-    return str(getattr(func, "__name__", func)).strip("_").removeprefix("linalg_")
-
-
-def _reduces(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call reduces all elements to one number."""
-    matrix = getattr(func, "__name__", "") == "linalg_norm" and (len(args) > 1 or "ord" in kwargs)
-    if name not in _REDUCTIONS or matrix:  # torch.linalg.norm(w, 2) is the largest singular value
-        return False
-    options = {k: v for k, v in kwargs.items() if k not in ("p", "ord", "dtype")}
-    rest = args[2 if name in ("norm", "vector_norm") else 1 :]
-    order = _order(args, kwargs) if name in ("norm", "vector_norm") else 2.0
-    return order is not None and all(v is None or v is False for v in (*rest, *options.values()))
-
-
-def _order(args: Args, kwargs: Kwargs) -> float | None:
-    """Order of a norm; None if it is none of the vector's of all elements."""
-    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else 2.0))
-    if order in (None, "fro"):
-        return 2.0
-    return float(order) if not isinstance(order, str) and float(order) > 0 else None
-
-
-def _reduced(name: str, x: Tensor, place: Place, args: Args, kwargs: Kwargs) -> Tensor:
-    with DisableTorchFunctionSubclass():
-        local = x.to_local() if isinstance(x, DTensor) else x.as_subclass(Tensor)
-        dtype = kwargs.get("dtype")
-        local = local if dtype is None else local.to(dtype)
-        order = _order(args, kwargs) if name in ("norm", "vector_norm") else None
-        found = own_number(name, local, order)
-        for at, group in enumerate(place.groups):
-            learners = place.learners if at == len(place.groups) - 1 else None
-            each: Tensor = _OfRanks.apply(found, group, learners)  # type: ignore[no-untyped-call]
-            found = own_number("sum" if name == "mean" else name, each, order)
-        if name == "mean":
-            found = found / place.shape.numel()
-        of_sum = local.dtype.is_floating_point or name not in ("sum", "mean")
-        return _one_of(found.to(local.dtype) if of_sum else found, place.copies)
-
-
-class _OfRanks(Function):
-    """Numbers of all ranks of a group; a rank's own learns what all say, or their mean."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, group: dist.ProcessGroup, learners: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.group, ctx.learners = group, learners
-        asked = value.to(torch.uint8) if value.dtype == torch.bool else value
-        every = [torch.empty_like(asked) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, asked.contiguous(), group=group)
-        return torch.stack(every).to(value.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _mean(gradient, ctx.learners)[dist.get_rank(ctx.group)], None, None
-
-
-class _Whole(Function):
-    """Whole of which ranks have parts; a part learns what all ranks say of it, or their mean."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, part: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return place.gather(part)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        with DisableTorchFunctionSubclass():
-            own = ctx.place.own_part(_mean(gradient, ctx.place.learners))
-            return (own.to_local() if isinstance(own, DTensor) else own), None, None
-
-
-def _mean(gradient: Tensor, learners: dist.ProcessGroup | None) -> Tensor:
-    if learners is None:
-        return gradient
-    gradient = gradient.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(gradient, group=learners)
-    return gradient / dist.get_world_size(learners)
-
-
-class _OneOf(Function):
-    """Identity whose gradient is divided among the ranks that will sum it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
-
-
-def _one_of(value: Tensor, ranks: int) -> Tensor:
-    if ranks == 1 or not (value.requires_grad and torch.is_grad_enabled()):
-        return value
-    shared: Tensor = _OneOf.apply(value, ranks)  # type: ignore[no-untyped-call]
-    return shared
 
 
 # Attributes and methods of the tensor itself ------------------------------------------------------

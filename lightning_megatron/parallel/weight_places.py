@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_megatron.layers.places import Place
 from lightning_megatron.layers.stage_weights import StageWeights
-from lightning_megatron.layers.weights import Place
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.topology.mesh import Topology
 

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 
 from lightning_megatron import CompileConfig, PipelineConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.stage_weights import _device_of_result
+from lightning_megatron.layers.stage_functions import device_of_result
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer
 
@@ -303,7 +303,7 @@ INTERLEAVED = {
 def test_what_modules_see_of_their_weights(
     pool: WorkerPool, alone: Found, devices: int, layout: dict[str, Any], names: Sequence[str]
 ) -> None:
-    refused = next((axis for axis in ("tp", "pp") if axis in layout), "dp")
+    refused = next((axis for axis in ("pp", "tp") if axis in layout), "dp")
     for found in pool.run(devices, look, layout, devices, names):
         for name, outcome in found.items():
             pattern = REFUSED[refused].get(name)
@@ -503,7 +503,7 @@ def test_results_know_the_device_that_they_would_be_on(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> None:
     weight = torch.empty(2, device="meta")
-    assert _device_of_result(func, (weight, *args), kwargs) == torch.device(device)
+    assert device_of_result(func, (weight, *args), kwargs) == torch.device(device)
 
 
 def look_after_run() -> list[Any]:
