@@ -19,6 +19,7 @@ from lightning_megatron._torch.dtensor import shard_of as shard_of
 from lightning_megatron._torch.dtensor import shards_of as shards_of
 from lightning_megatron._torch.dtensor import stamps as stamps
 from lightning_megatron._torch.fsdp import accumulate_gradients as accumulate_gradients
+from lightning_megatron._torch.fsdp import class_name as class_name
 from lightning_megatron._torch.fsdp import fill_missing_gradients as fill_missing_gradients
 from lightning_megatron._torch.fsdp import gather_through as gather_through
 from lightning_megatron._torch.fsdp import gathers_through as gathers_through

@@ -35,7 +35,7 @@ from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import split
+from lightning_megatron.layers.context_rows import split
 from lightning_megatron.layers.context_tensor import context_tensor
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.layers.split_tensor import SplitTensor

@@ -29,9 +29,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megatron._torch import WRAPPER_NAMES
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.segments import Piece, common_pieces, joined
+from lightning_megatron.topology.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.layers.alibi import Alibi, alibi_slopes
     from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
-    from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.base import ParallelLayer
     from lightning_megatron.layers.context_layer import ContextAttention
     from lightning_megatron.layers.context_split import GatherContext, SplitContext
     from lightning_megatron.layers.context_tensor import ContextTensor
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.layers.split_tensor import SplitTensor
     from lightning_megatron.layers.splits import own_part, whole
+    from lightning_megatron.topology.tensor_shard import TensorShard
 
 _HOMES = {
     "Alibi": "alibi",
@@ -88,7 +89,7 @@ _HOMES = {
     "SelfAttention": "attention",
     "SplitContext": "context_split",
     "SplitTensor": "split_tensor",
-    "TensorShard": "base",
+    "TensorShard": ".topology.tensor_shard",
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
     "alibi_slopes": "alibi",

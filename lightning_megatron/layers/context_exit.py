@@ -16,7 +16,8 @@ from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import GatherContext, only_layout, split
+from lightning_megatron.layers.context_rows import only_layout, split
+from lightning_megatron.layers.context_split import GatherContext
 from lightning_megatron.layers.context_tensor import context_tensor
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy

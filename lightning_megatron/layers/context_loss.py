@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import join_rows, sum_over_context
+from lightning_megatron.layers.context_rows import join_rows, sum_over_context
 from lightning_megatron.layers.splits import part_of
 from lightning_megatron.topology.context import Context
 

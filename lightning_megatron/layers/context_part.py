@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_megatron._torch import DisableTorchFunctionSubclass
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import gather_from
-from lightning_megatron.layers.context_split import Rows, join_rows, keep_rows, own_rows, sum_rows
+from lightning_megatron.layers.context_rows import Rows, join_rows, keep_rows, own_rows, sum_rows
 from lightning_megatron.layers.splits import marked, own_part, split_of
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context_layout import ContextLayout

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.context_part import ContextPart, Form, Place
-from lightning_megatron.layers.context_split import mean_gradient, sum_over_context
+from lightning_megatron.layers.context_rows import mean_gradient, sum_over_context
 from lightning_megatron.layers.copied_view import changes
-from lightning_megatron.layers.loss import check_targets
 from lightning_megatron.layers.split_rules import dims_of, given_by
 from lightning_megatron.layers.splits import part_of, split_of
+from lightning_megatron.layers.vocab_loss import check_targets
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

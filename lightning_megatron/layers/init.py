@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 from lightning_megatron._torch import copy_hooks
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.init_tape import RESETS
 from lightning_megatron.layers.stored_tensor import StoredTensor
 from lightning_megatron.layers.written_values import WrittenValues, draw
 from lightning_megatron.topology.rng import derive_seed
+from lightning_megatron.topology.tensor_shard import TensorShard
 
 _REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 

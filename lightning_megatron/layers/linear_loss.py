@@ -55,18 +55,18 @@ from lightning_megatron.layers.delayed_wgrad import (
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, regathers
-from lightning_megatron.layers.loss import (
+from lightning_megatron.layers.loss import loss_problems
+from lightning_megatron.layers.memory import on_memory, saved_tensors
+from lightning_megatron.layers.size_checks import vocabulary_problems
+from lightning_megatron.layers.splits import part_of
+from lightning_megatron.layers.vocab_loss import (
     check_targets,
     logits_gradient,
     loss_of_terms,
-    loss_problems,
     own_targets,
     position_terms,
     reduced,
 )
-from lightning_megatron.layers.memory import on_memory, saved_tensors
-from lightning_megatron.layers.size_checks import vocabulary_problems
-from lightning_megatron.layers.splits import part_of
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees
 

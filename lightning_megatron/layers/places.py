@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_megatron.comm.collectives import start_gather
-from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.part_norms import groups_of
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,15 +27,15 @@ from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
 from lightning_megatron.layers import split_shapes as shapes
-from lightning_megatron.layers.loss import (
+from lightning_megatron.layers.memory import traces_users_code
+from lightning_megatron.layers.split_rules import Args, Kwargs, Rule, along, functions
+from lightning_megatron.layers.splits import Split, beside, marked, own_part, split_of, whole_shape
+from lightning_megatron.layers.vocab_loss import (
     check_targets,
     own_targets,
     reduced,
     vocab_parallel_cross_entropy,
 )
-from lightning_megatron.layers.memory import traces_users_code
-from lightning_megatron.layers.split_rules import Args, Kwargs, Rule, along, functions
-from lightning_megatron.layers.splits import Split, beside, marked, own_part, split_of, whole_shape
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
 

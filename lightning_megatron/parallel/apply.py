@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_megatron._torch import has_hooks, move_outside_units
-from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.layers.base import ParallelLayer, is_expert_layer
 from lightning_megatron.layers.context_exit import ContextExit
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.init import materialize
@@ -43,7 +43,7 @@ from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.context_check.check import check_parts_of_sequences
 from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
-from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, is_expert_layer, units
+from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
 from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.parallel.zero import (
@@ -54,6 +54,7 @@ from lightning_megatron.parallel.zero import (
 )
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron._torch import class_name
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ParallelLinear
@@ -60,7 +61,6 @@ from lightning_megatron.layers.memory import own_graph, unwrapped
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
-from lightning_megatron.parallel.plan import class_name
 
 Scope = Literal["none", "block", "model"]
 

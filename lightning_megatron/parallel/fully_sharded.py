@@ -41,6 +41,7 @@ from lightning_megatron._torch import (
     shard_of,
 )
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import expert_parameters, is_expert_layer
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.sharded_step import RowShard
@@ -51,7 +52,6 @@ from lightning_megatron.parallel.fsdp_comm import (
     count_sums,
 )
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.plan import expert_parameters, is_expert_layer
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
 from lightning_megatron.parallel.zero import (
     ComputeTypes,

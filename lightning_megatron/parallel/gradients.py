@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_megatron._torch import stamps
-from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.clip import (
     EPSILON,
@@ -51,6 +50,7 @@ from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import ParameterAxes, Topology
+from lightning_megatron.topology.tensor_shard import TensorShard
 
 
 @memory_of_parts

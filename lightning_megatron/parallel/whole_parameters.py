@@ -31,12 +31,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.layers.base import expert_parameters
 from lightning_megatron.layers.memory import memory_of_parts
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.gradients import ParameterRole
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.plan import expert_parameters
 from lightning_megatron.parallel.row_gather import RowCodec, RowGather
 from lightning_megatron.parallel.zero import (
     ComputeTypes,

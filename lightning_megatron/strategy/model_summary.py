@@ -29,8 +29,8 @@ from lightning_megatron._lightning import (
     restore_summary,
     summary_depth,
 )
+from lightning_megatron._torch import class_name
 from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.plan import class_name
 
 _CENSUS = "_lightning_megatron_census"
 """Attribute under which a module remembers what it was, for a second Trainer."""

@@ -5,13 +5,8 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.context_split import (
-    GatherContext,
-    SplitContext,
-    join,
-    own_positions,
-    split,
-)
+from lightning_megatron.layers.context_rows import join, own_positions, split
+from lightning_megatron.layers.context_split import GatherContext, SplitContext
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.rotary import Rotary

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.init import materialize, uninitialisable
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.topology.tensor_shard import TensorShard
 from tests.layers.parity import distribute, local_part, make_topology
 
 CONFIG = TransformerConfig(

@@ -39,7 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_megatron._torch import compile_with_callers_only, tree_flatten
+from lightning_megatron._torch import class_name, compile_with_callers_only, tree_flatten
 from lightning_megatron.layers.experts.decisions import Decisions, uncounted
 from lightning_megatron.layers.memory import as_within, scopes
 from lightning_megatron.parallel.activations.config import ActivationConfig
@@ -53,7 +53,6 @@ from lightning_megatron.parallel.activations.selective import (
     traced_contexts,
 )
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address, outermost
-from lightning_megatron.parallel.plan import class_name
 
 _FULL = ActivationConfig(recompute="full")
 _REPETITIONS = 3
