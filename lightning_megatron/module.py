@@ -30,7 +30,6 @@ from lightning_megatron.errors import (
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.optim.build import (
@@ -41,6 +40,7 @@ from lightning_megatron.optim.build import (
     name_problems,
 )
 from lightning_megatron.services import services_if_any
+from lightning_megatron.whole.splits import whole
 
 
 class LanguageModel(pl.LightningModule):

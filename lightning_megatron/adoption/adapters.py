@@ -45,7 +45,7 @@ from lightning_megatron.adoption.sharding import Sharded, Sharding, as_sharded
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.splits import split_of, whole
+from lightning_megatron.whole.splits import split_of, whole
 
 
 def base_model(model: nn.Module) -> nn.Module:

@@ -35,8 +35,8 @@ from lightning_megatron.layers.experts.row_parts import RowParts
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.mlp import activation_function
 from lightning_megatron.layers.size_checks import GATED, Activation
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 _PACKED = ("gate_up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")

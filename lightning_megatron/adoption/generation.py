@@ -28,8 +28,8 @@ from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import company
-from lightning_megatron.layers.splits import split_of, whole
 from lightning_megatron.topology.mesh import Topology, share_draws
+from lightning_megatron.whole.splits import split_of, whole
 
 _CACHES = (None, "dynamic", "dynamic_full")
 

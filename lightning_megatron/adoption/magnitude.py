@@ -19,7 +19,7 @@ from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.adoption.linear import AdoptedLinear
 from lightning_megatron.adoption.sharding import Sharded, Sharding, as_sharded
 from lightning_megatron.comm.functional import reduce_from
-from lightning_megatron.layers.splits import own_part
+from lightning_megatron.whole.splits import own_part
 
 
 class AdapterMagnitude(Sharded):

@@ -12,7 +12,7 @@ Without an input, pairs are taken from the structure (`by_structure`): layers of
 in an ``nn.Sequential``, and linears whose shapes fit only one way. What is in doubt stays whole.
 
 A wrong pair would cost time and change no number: a column-parallel layer's output behaves like the
-whole (`layers.split_tensor`), and is gathered where it is read across features.
+whole (`whole.split_tensor`), and is gathered where it is read across features.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

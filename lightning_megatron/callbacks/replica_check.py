@@ -34,12 +34,12 @@ from lightning_megatron.fault_tolerance.replicas.comparison import (
     suspects,
     unequal,
 )
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.gradients import ParameterRole, local
 from lightning_megatron.services import MegatronServices, services_of
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.zero.gradients import ParameterRole, local
 
 _NEEDS = "it needs to know the copies"
 

@@ -13,10 +13,10 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.data.batch_shares import MeasuredShares
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.expert_layout import ExpertConfig
+from lightning_megatron.zero.data_parallel import ShardingConfig
 
 STRATEGY = "--trainer.strategy"
 NUMBERS = {"pp": "degree", "cp": "degree", "ep": "degree", "zero": "stage"}

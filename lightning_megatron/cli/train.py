@@ -27,7 +27,7 @@ from lightning_megatron.cli.option_errors import explain, unknown_strategy
 
 # With "as", classes that are imported so that the parser knows their short names.
 from lightning_megatron.data.text import TextDataModule as TextDataModule
-from lightning_megatron.data.token_data import TokenData as TokenData
+from lightning_megatron.data.tokens.token_data import TokenData as TokenData
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import LanguageModel as LanguageModel
 from lightning_megatron.monitoring.monitor import Monitor as Monitor

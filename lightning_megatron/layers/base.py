@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.layers.memory import mark_forward
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.segments import Segments
 from lightning_megatron.topology.tensor_shard import TensorShard
+from lightning_megatron.whole.memory import mark_forward
 
 
 class ParallelLayer(nn.Module):

@@ -5,9 +5,9 @@ from typing_extensions import override
 
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_rows import join, mean_gradient, only_layout, split
-from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
 from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.context_rows import join, mean_gradient, only_layout, split
+from lightning_megatron.whole.splits import marked, own_part, part_of, split_of, whole
 
 
 class SplitContext(ParallelLayer):

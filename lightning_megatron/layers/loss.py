@@ -17,19 +17,19 @@ from typing_extensions import override
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_loss import (
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.context_loss import (
     loss_rows,
     own_loss_targets,
     reduced_over_context,
 )
-from lightning_megatron.layers.splits import Split, own_part, split_of, whole
-from lightning_megatron.layers.vocab_loss import (
+from lightning_megatron.whole.splits import Split, own_part, split_of, whole
+from lightning_megatron.whole.vocab_loss import (
     at_least_float32,
     check_targets,
     reduced,
     vocab_parallel_cross_entropy,
 )
-from lightning_megatron.topology.axis import Axis
 
 
 class VocabParallelCrossEntropy(ParallelLayer):

@@ -22,12 +22,12 @@ from typing_extensions import override
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.context_pairs import pairs_by_rank, seen_by_position
-from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.services import services_if_any
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.memory import weights_in_parts
 
 _NAME = "cp/imbalance"
 

@@ -55,7 +55,7 @@ class PipelineConfig:
     """Which items go to which stage: ``"parameters"`` (what None stands for) or ``"flops"`` make
     contiguous stages of which the largest is as small as possible, embedding, head and loss
     included; ``"measured"`` begins with the first of these, measures some steps, and then moves
-    items between stages once, if that saves time (`strategy.tuners.partition`); a list holds
+    items between stages once, if that saves time (`tuning.partition`); a list holds
     the number of items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
     (`schedules.layout_string`)."""
     sequence_length: int | None = None

@@ -1,4 +1,4 @@
-"""Places of a module's parameters: what part of each this rank has (`layers.weights`)."""
+"""Places of a module's parameters: what part of each this rank has (`whole.weights`)."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron.layers.places import Place
-from lightning_megatron.layers.stage_weights import StageWeights
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.places import Place
+from lightning_megatron.whole.stage_weights import StageWeights
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
 
 def weight_places(

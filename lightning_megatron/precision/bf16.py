@@ -22,11 +22,11 @@ from lightning_megatron._torch import shard_of
 from lightning_megatron.errors import ConfigError, raise_if_any, switches
 from lightning_megatron.optim.shard_spec import ShardAware
 from lightning_megatron.optim.sharded_step import steps_on_shards
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
-from lightning_megatron.parallel.zero import ComputeTypes
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.precision.stochastic import widened
 from lightning_megatron.topology.rng import derive_seed
+from lightning_megatron.zero.data_parallel import ComputeTypes
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
 
 class HalfShardedPrecision(ShardedPrecision, HalfPrecision):

@@ -30,10 +30,6 @@ from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.gemm import GemmBackend, GroupedGemm
 from lightning_megatron.layers.linear import ParallelLinear, Placement
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.fully_sharded import FullySharded
-from lightning_megatron.parallel.gradients import GradientSet, local
-from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
 from lightning_megatron.precision.fp8_blocks import BlockwiseGemm, lack_of_kernels
 from lightning_megatron.precision.fp8_experts import EachExpert, held_experts
@@ -59,6 +55,10 @@ from lightning_megatron.precision.fp8_torchao import TorchaoGemm
 from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, E5M2, MX_BLOCK
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.zero.fully_sharded import FullySharded
+from lightning_megatron.zero.gradients import GradientSet, local
+from lightning_megatron.zero.owned_rows import OwnedRows
+from lightning_megatron.zero.whole_parameters import WholeParameters
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ value is 2**-4 away. So the products are equal to those without it, to the bit.
 The cost is one small all-reduce a step over the ranks that share the weights, and over tp. Only
 scales of whole tensors allow this; scales of rows and blocks differ between forward and backward.
 
-`Fp8Codec` packs rows of whole parameters (ZeRO 1 and 2, `parallel.row_gather`), `Fp8Extension`
+`Fp8Codec` packs rows of whole parameters (ZeRO 1 and 2, `zero.row_gather`), `Fp8Extension`
 shards for FSDP2 (ZeRO 3).
 """
 

@@ -26,11 +26,11 @@ from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backe
 from lightning_megatron.optim.gathered_step import GatheredStep, steps_on_whole
 from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.fully_sharded import FullySharded
-from lightning_megatron.parallel.gradients import GradientSet
-from lightning_megatron.parallel.whole_parameters import WholeParameters
-from lightning_megatron.parallel.zero import ComputeTypes
 from lightning_megatron.precision.wide_forward import widen_where_needed
+from lightning_megatron.zero.data_parallel import ComputeTypes
+from lightning_megatron.zero.fully_sharded import FullySharded
+from lightning_megatron.zero.gradients import GradientSet
+from lightning_megatron.zero.whole_parameters import WholeParameters
 
 
 class _LeftOut(Exception):

@@ -25,8 +25,8 @@ from lightning_megatron._lightning import (
     is_of_hyper_parameters,
 )
 from lightning_megatron.comm.objects import dump, load
-from lightning_megatron.layers.memory import on_memory, weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.whole.memory import on_memory, weights_in_parts
 
 OF_A_PROCESS = (
     *(nn.Module, nn.Parameter, Optimizer, Trainer, Callback, LightningDataModule),

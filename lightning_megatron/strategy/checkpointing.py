@@ -65,7 +65,6 @@ from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.run_log.sections import CHECKPOINT
 from lightning_megatron.strategy.checkpoint_paths import (
@@ -81,6 +80,7 @@ from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.degrees import AXES
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import parts_of_weights
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from lightning_megatron._lightning import (
     summary_depth,
 )
 from lightning_megatron._torch import class_name
-from lightning_megatron.layers.memory import own_weights
+from lightning_megatron.whole.memory import own_weights
 
 _CENSUS = "_lightning_megatron_census"
 """Attribute under which a module remembers what it was, for a second Trainer."""

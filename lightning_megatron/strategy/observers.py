@@ -11,7 +11,7 @@ reduce-scatter, so it is done only where somebody may look:
 * where code of the module or of a callback mentions gradients (`strategy.code_inspection`).
 
 Weights and gradients of which ranks hold parts (tp, ZeRO 3, stages of a pipeline) know it
-(`layers.weights`, `layers.stage_weights`), and nobody has to look for code that mentions them.
+(`whole.weights`, `whole.stage_weights`), and nobody has to look for code that mentions them.
 
 Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
 know where gradients are.

@@ -25,9 +25,9 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import local_tensor
-from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.whole.memory import parts_of_weights
 
 
 @dataclass

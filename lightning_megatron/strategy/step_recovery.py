@@ -27,10 +27,10 @@ from torch import Tensor
 
 from lightning_megatron._lightning import initial_states, training_sums
 from lightning_megatron.layers.experts.router import RouterStatistics
-from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.rollback import Rollback, counts_steps
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.whole.memory import own_weights
 
 AcceptStep = Callable[[], bool]
 """Whether the update may be made whose gradients are there; the same answer on all ranks."""

@@ -9,14 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron._torch import WRAPPER_NAMES
-from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.layers.stage_weights import StageBuffer, StageWeight, StageWeights
-from lightning_megatron.layers.weights import WeightParts
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.weight_places import place_of_role, weight_places
 from lightning_megatron.strategy.group_weights import GroupWeights
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.whole.memory import on_memory
+from lightning_megatron.whole.stage_weights import StageBuffer, StageWeight, StageWeights
+from lightning_megatron.whole.weights import WeightParts
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
 
 class WeightWatch:

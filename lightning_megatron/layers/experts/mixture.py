@@ -24,10 +24,10 @@ from lightning_megatron.layers.linear import init_matrix
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.size_checks import Activation
-from lightning_megatron.layers.splits import part_of, split_of, whole
 from lightning_megatron.topology.coordinates import experts_meet_samples
 from lightning_megatron.topology.expert_layout import ExpertDispatch
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import part_of, split_of, whole
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,6 @@ from typing_extensions import override
 
 from lightning_megatron._torch import class_name, compile_with_callers_only, tree_flatten
 from lightning_megatron.layers.experts.decisions import Decisions, uncounted
-from lightning_megatron.layers.memory import as_within, scopes
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
@@ -53,6 +52,7 @@ from lightning_megatron.parallel.activations.selective import (
     traced_contexts,
 )
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address, outermost
+from lightning_megatron.whole.memory import as_within, scopes
 
 _FULL = ActivationConfig(recompute="full")
 _REPETITIONS = 3

@@ -45,21 +45,21 @@ from lightning_megatron._lightning import (
     training_loader,
     validates_first,
 )
-from lightning_megatron.data.batch_sizes import BatchSizes
-from lightning_megatron.data.lengths import TokenBudget
-from lightning_megatron.data.sampler import ResumableSampler
-from lightning_megatron.errors import ConfigError
-from lightning_megatron.strategy.data.batch_shares import BatchShares
-from lightning_megatron.strategy.data.global_batch import ScheduledBatches, scheduled
-from lightning_megatron.strategy.data.loader_states import LoaderStates
-from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
-from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
-from lightning_megatron.strategy.data.streams import (
+from lightning_megatron.data.reading.batch_sizes import BatchSizes
+from lightning_megatron.data.reading.global_batch import ScheduledBatches, scheduled
+from lightning_megatron.data.reading.iterable_datasets import (
     is_hugging_face,
     is_torchdata,
     load_loader,
     name_of,
 )
+from lightning_megatron.data.reading.lengths import TokenBudget
+from lightning_megatron.data.reading.loader_states import LoaderStates
+from lightning_megatron.data.reading.sampler import ResumableSampler
+from lightning_megatron.data.reading.seeding import SeededBatches, seed_samples
+from lightning_megatron.data.reading.sharding import DrawnOrder, Share, share_of
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
 

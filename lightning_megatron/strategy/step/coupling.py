@@ -10,7 +10,7 @@ import warnings
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_megatron.layers.memory import weights_in_parts
+from lightning_megatron.whole.memory import weights_in_parts
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.data.shares import Portion
+from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, weighted_mean
 from lightning_megatron.strategy.collectives import refuse_shards

@@ -29,10 +29,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.comm.objects import ObjectBroadcast
-from lightning_megatron.data.shares import Portion
+from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, merge
 from lightning_megatron.pipeline.runner import Executor, LossOf, NoPipeline, Pipeline
 from lightning_megatron.pipeline.runner import Step as UserStep
@@ -46,10 +45,11 @@ from lightning_megatron.strategy.router_bias import RouterBias
 from lightning_megatron.strategy.step.coupling import SampleCoupling
 from lightning_megatron.strategy.step.cut import BatchCut
 from lightning_megatron.strategy.step.evaluation import Evaluation
-from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch, NoReduction
 from lightning_megatron.strategy.step.forward import Forward
 from lightning_megatron.strategy.step.gradients import BatchGradients
 from lightning_megatron.strategy.step.loss import LossShare, loss_and_tokens
+from lightning_megatron.tuning.fit_memory import FittingMicrobatch, NoReduction
+from lightning_megatron.zero.fully_sharded import FullySharded
 
 
 class Steps:

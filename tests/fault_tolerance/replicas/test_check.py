@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_megatron import ConfigError, ReplicaCheck, ShardingConfig
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.gradients import local
 from tests.fault_tolerance.numbers.guarded import batches, differences, fit, state_of
 from tests.strategy.small import Small, loader, make_trainer
 
