@@ -35,7 +35,7 @@ from lightning_megatron import (
     MegatronStrategy,
     PipelineSequential,
 )
-from lightning_megatron._torch import watch_waits
+from lightning_megatron._torch.collectives import watch_waits
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Page
 from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork
 from lightning_megatron.run_log.events import read_events

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._lightning import evaluation_source, trainer_of
+from lightning_megatron._lightning.hooks import trainer_of
+from lightning_megatron._lightning.loaders import evaluation_source
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
 from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import SAFETENSORS_DTYPES, without_modes
+from lightning_megatron._torch.safetensors_dtypes import SAFETENSORS_DTYPES
+from lightning_megatron._torch.wrappers import without_modes
 from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.errors import ConfigError, raise_if_any
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from lightning_megatron._torch import in_shape
+from lightning_megatron._torch.kernels import in_shape
 from lightning_megatron.adoption.classes import become, own_class
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.delayed_wgrad import breaks_graphs

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.adoption.attention import NAME, SEQUENCES, register
 from lightning_megatron.adoption.block_hooks import call_with_hooks
 from lightning_megatron.adoption.block_trial import BlockTrial, signature

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.adoption.classes import become
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.errors import ConfigError

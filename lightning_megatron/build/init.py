@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import copy_hooks
+from lightning_megatron._torch.dtensor import copy_hooks
 from lightning_megatron.build.init_tape import RESETS
 from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.build.written_values import WrittenValues, draw

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron._torch import TorchDispatchMode, tree_flatten, tree_map
+from lightning_megatron._torch.graphs import TorchDispatchMode, tree_flatten, tree_map
 from lightning_megatron.layers.base import ParallelLayer
 
 RESETS = ("reset_parameters", "_reset_parameters")

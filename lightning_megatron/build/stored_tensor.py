@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron._torch import call_as_tensor, stand_in, tree_any, tree_map
+from lightning_megatron._torch.graphs import tree_map
+from lightning_megatron._torch.state_dicts import call_as_tensor, tree_any
+from lightning_megatron._torch.wrappers import stand_in
 from lightning_megatron.errors import ConfigError
 
 _Window = tuple[tuple[int, int], ...]

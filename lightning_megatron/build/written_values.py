@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.build.init_tape import EMPTY, InitTape, RecordedOp, View, storage_of
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.rng import derive_seed

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron._torch import WRAPPER_NAMES
+from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.segments import Piece, common_pieces, joined

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.graphs import tree_map
+from lightning_megatron._torch.state_dicts import (
     first_state_hook,
     saves_itself,
     state_hooks,
     tree_any,
-    tree_map,
 )
 from lightning_megatron.checkpoint.chunks import (
     StateMapping,

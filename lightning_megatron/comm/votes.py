@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron._torch import gather_now
+from lightning_megatron._torch.collectives import gather_now
 from lightning_megatron.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import foreach_clamp_, foreach_mul_, foreach_norm
+from lightning_megatron._torch.kernels import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
 """Number added to the norm before dividing, as ``torch.nn.utils.clip_grad_norm_`` does."""

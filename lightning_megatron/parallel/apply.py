@@ -26,7 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_megatron._torch import has_hooks, move_outside_units
+from lightning_megatron._torch.dtensor import has_hooks
+from lightning_megatron._torch.fsdp import move_outside_units
 from lightning_megatron.build.init import materialize
 from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.build.written_values import WrittenValues

@@ -53,7 +53,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_megatron._torch import class_name
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ParallelLinear

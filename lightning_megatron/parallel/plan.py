@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_megatron._torch import class_name
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, is_expert_layer
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.layers.sequential import Relay
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place

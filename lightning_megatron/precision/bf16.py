@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._torch import shard_of
+from lightning_megatron._torch.dtensor import shard_of
 from lightning_megatron.errors import ConfigError, raise_if_any, switches
 from lightning_megatron.optim.shard_spec import ShardAware
 from lightning_megatron.optim.sharded_step import steps_on_shards

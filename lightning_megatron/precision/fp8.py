@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._torch import gather_through
+from lightning_megatron._torch.fsdp import gather_through
 from lightning_megatron.errors import lists_of_names, raise_if_any, switches, whole_numbers
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.layers.experts.stack import Experts

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_megatron._torch import keep_version, shard_of
+from lightning_megatron._torch.dtensor import shard_of
+from lightning_megatron._torch.graphs import keep_version
 from lightning_megatron.precision.scaling import E4M3, amax_of, quantise, scale_of
 from lightning_megatron.topology.mesh import Topology
 

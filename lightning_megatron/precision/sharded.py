@@ -15,13 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._lightning import PrecisionAroundClosure
-from lightning_megatron._torch import (
-    DisableTorchFunctionSubclass,
-    EnableTorchFunction,
-    gather_through,
-    gathers_through,
-)
+from lightning_megatron._lightning.hooks import PrecisionAroundClosure
+from lightning_megatron._torch.fsdp import gather_through, gathers_through
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, EnableTorchFunction
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.optim.gathered_step import GatheredStep, steps_on_whole
 from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards

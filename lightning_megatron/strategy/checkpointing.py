@@ -38,8 +38,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
-from lightning_megatron._torch import default_store
+from lightning_megatron._lightning.connectors import collect_checkpoint
+from lightning_megatron._lightning.hooks import call_module_hook
+from lightning_megatron._lightning.results import uploads_checkpoints
+from lightning_megatron._torch.groups import default_store
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,

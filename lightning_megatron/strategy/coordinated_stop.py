@@ -29,7 +29,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.hooks import trainer_of
+from lightning_megatron._lightning.launch import take_children
+from lightning_megatron._lightning.loops import (
     broadcast_no_signals,
     end_batch,
     end_epoch,
@@ -37,13 +39,10 @@ from lightning_megatron._lightning import (
     is_last_batch,
     replace_end_of_batch,
     replace_end_of_epoch,
-    replace_signal_connector,
     say_validation_has_begun,
-    signal_connector,
-    take_children,
-    trainer_of,
     validates_after_batch,
 )
+from lightning_megatron._lightning.signals import replace_signal_connector, signal_connector
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron import env
-from lightning_megatron._torch import default_store, own_connection
+from lightning_megatron._torch.groups import default_store, own_connection
 from lightning_megatron.errors import MegatronError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.failures.board import (

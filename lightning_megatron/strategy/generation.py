@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from lightning_megatron._torch import default_store
+from lightning_megatron._torch.groups import default_store
 from lightning_megatron.adoption.generation import AdoptedGenerator, Meeting
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.coordinates import coordinates_of

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_megatron._torch import next_sequence_number, sequence_number
+from lightning_megatron._torch.graphs import next_sequence_number, sequence_number
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential

@@ -39,18 +39,18 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
-    LauncherBase,
-    LaunchingStrategy,
-    avoid_inference_mode,
-    hide_pytree_warning,
+from lightning_megatron._lightning.hooks import (
     keep_precision,
-    limit_threads,
-    replace_monitored_value,
-    runs_last_batch,
     set_device_mesh,
     synchronizes_batch_norm,
 )
+from lightning_megatron._lightning.launch import LauncherBase, LaunchingStrategy, limit_threads
+from lightning_megatron._lightning.loops import (
+    avoid_inference_mode,
+    replace_monitored_value,
+    runs_last_batch,
+)
+from lightning_megatron._lightning.warnings import hide_pytree_warning
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.votes import PerBatchVotes

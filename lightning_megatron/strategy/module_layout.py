@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron import env
-from lightning_megatron._lightning import call_module_hook, set_device_mesh
+from lightning_megatron._lightning.hooks import call_module_hook, set_device_mesh
 from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.build.meta_build import Attempt, refuse_spread
 from lightning_megatron.build.written_values import WrittenValues

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_megatron._torch import default_store
+from lightning_megatron._torch.groups import default_store
 from lightning_megatron.adoption.saving import (
     SavedWhole,
     gather_with,

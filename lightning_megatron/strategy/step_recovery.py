@@ -25,7 +25,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
-from lightning_megatron._lightning import initial_states, training_sums
+from lightning_megatron._lightning.results import initial_states, training_sums
 from lightning_megatron.layers.experts.router import RouterStatistics
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.rollback import Rollback, counts_steps

@@ -9,12 +9,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
-    SignalConnector,
-    chain_of,
-    cluster_environment,
-    parts_of_chain,
-)
+from lightning_megatron._lightning.connectors import cluster_environment
+from lightning_megatron._lightning.signals import SignalConnector, chain_of, parts_of_chain
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag, interrupt_once
 
 _INTERRUPTS = (signal.default_int_handler, interrupt_once)

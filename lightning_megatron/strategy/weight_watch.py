@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron._torch import WRAPPER_NAMES
+from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.weight_places import place_of_role, weight_places
 from lightning_megatron.strategy.group_weights import GroupWeights

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.microbatch import (
     MicrobatchRule,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.topology.axis import Axis

@@ -24,7 +24,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass, stand_in, tree_map, writes
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, tree_map
+from lightning_megatron._torch.wrappers import stand_in, writes
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.whole import context_rules as rules
 from lightning_megatron.whole.context_part import ContextPart, Place

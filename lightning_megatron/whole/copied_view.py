@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass, tree_flatten, tree_map
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, tree_flatten, tree_map
 from lightning_megatron.errors import ConfigError
 
 CHANGES = {

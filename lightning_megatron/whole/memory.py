@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass, EnableTorchFunction
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, EnableTorchFunction
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.whole.splits import place_of, split_of
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.whole.part_norms import own_number
 from lightning_megatron.whole.places import Place
 from lightning_megatron.whole.split_rules import Args, Kwargs

@@ -27,12 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron._torch import (
-    EnableTorchFunction,
-    foreach_functions,
-    tree_flatten,
-    tree_map,
-)
+from lightning_megatron._torch.graphs import EnableTorchFunction, tree_flatten, tree_map
+from lightning_megatron._torch.kernels import foreach_functions
 from lightning_megatron.comm.collectives import own_slice, start_gather
 from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from
 from lightning_megatron.errors import ConfigError

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass, break_graph
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, break_graph
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import copy_to, gather_from, split_to
 from lightning_megatron.topology.axis import Axis

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch import EnableTorchFunction, tree_flatten
+from lightning_megatron._torch.graphs import EnableTorchFunction, tree_flatten
 from lightning_megatron.whole import split_rules as rules
 from lightning_megatron.whole.copied_view import changes
 from lightning_megatron.whole.split_rules import Args, Kwargs, communicates, name_of

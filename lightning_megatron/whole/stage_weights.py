@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.graphs import (
     DisableTorchFunctionSubclass,
     EnableTorchFunction,
     asks_classes,
-    stand_in,
     tree_flatten,
     tree_map,
 )
+from lightning_megatron._torch.wrappers import stand_in
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole import split_rules as rules

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.graphs import (
     DisableTorchFunctionSubclass,
     break_graph,
     compare_memory_of_recomputed,

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron._torch import class_name
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.errors import lists_of_names, switches, whole_numbers
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.zero.owned_rows import OwnedRows

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import gather_now, reduce_scatter_now, start_all_gather
+from lightning_megatron._torch.collectives import gather_now, reduce_scatter_now, start_all_gather
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis

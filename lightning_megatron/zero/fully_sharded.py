@@ -31,14 +31,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.dtensor import has_hooks, has_storage, shard_of
+from lightning_megatron._torch.fsdp import (
     fill_missing_gradients,
-    has_hooks,
-    has_storage,
     keep_reduced_gradients_wide,
     let_units_run_first,
     reduce_gradients,
-    shard_of,
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import expert_parameters, is_expert_layer

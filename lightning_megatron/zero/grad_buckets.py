@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron._torch import start_reduce_scatter
+from lightning_megatron._torch.collectives import start_reduce_scatter
 from lightning_megatron.topology.meter import Meter
 from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.zero.owned_rows import OwnedRows

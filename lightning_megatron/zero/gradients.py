@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_megatron._torch import stamps
+from lightning_megatron._torch.dtensor import stamps
 from lightning_megatron.optim.clip import (
     EPSILON,
     clip_coefficient,

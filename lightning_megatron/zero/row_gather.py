@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron._torch import start_all_gather
+from lightning_megatron._torch.collectives import start_all_gather
 from lightning_megatron.topology.meter import Meter
 from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.zero.grad_buckets import BUCKET_BYTES

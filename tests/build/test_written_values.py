@@ -4,7 +4,7 @@ import numpy
 import torch
 from torch import nn
 
-from lightning_megatron._torch import TorchDispatchMode, tree_flatten
+from lightning_megatron._torch.graphs import TorchDispatchMode, tree_flatten
 from lightning_megatron.build.init import materialize
 from lightning_megatron.build.init_tape import InitTape
 from lightning_megatron.build.written_values import written_values

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lightning_megatron import ActivationConfig, CompileConfig, PipelineConfig, PipelineSequential
-from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
+from lightning_megatron._torch.graphs import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, set_gemm_backend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear

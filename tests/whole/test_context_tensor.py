@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.context_split import GatherContext, SplitContext
 from lightning_megatron.layers.embedding import VocabParallelEmbedding

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.state_dicts import (
     IncompatibleKeys,
     first_load_hook,
     is_fsdps,

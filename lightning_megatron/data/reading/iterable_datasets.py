@@ -24,7 +24,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_megatron._lightning import Stateful
+from lightning_megatron._lightning.loaders import Stateful
 from lightning_megatron.data.reading.augmentation import SampleSeeds, draws_random_numbers
 from lightning_megatron.topology.rng import seed_generators
 

@@ -30,7 +30,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_megatron._lightning import Stateful, replace_predicted_batches, with_sampler
+from lightning_megatron._lightning.loaders import Stateful, replace_predicted_batches, with_sampler
 from lightning_megatron.data.reading.augmentation import SampleSeeds
 from lightning_megatron.data.reading.lengths import TokenBudget
 from lightning_megatron.data.reading.sampler import Division, EvenBatches, ResumableSampler

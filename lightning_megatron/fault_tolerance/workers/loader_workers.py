@@ -35,7 +35,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.loader import (
     LoaderIterator,
     StandInIterator,
     copy_with_indices,

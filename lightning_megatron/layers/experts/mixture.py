@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron._torch import in_shape
+from lightning_megatron._torch.kernels import in_shape
 from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer

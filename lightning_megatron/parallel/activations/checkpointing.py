@@ -39,7 +39,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_megatron._torch import class_name, compile_with_callers_only, tree_flatten
+from lightning_megatron._torch.fsdp import class_name
+from lightning_megatron._torch.graphs import compile_with_callers_only, tree_flatten
 from lightning_megatron.layers.experts.decisions import Decisions, uncounted
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts

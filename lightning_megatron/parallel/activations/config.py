@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 
 from torch import nn
 
-from lightning_megatron._torch import class_name
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.errors import holds, lists_of_names, switches, whole_numbers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem

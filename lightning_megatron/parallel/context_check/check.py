@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_unflatten
+from lightning_megatron._torch.graphs import tree_flatten, tree_unflatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import uncounted
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem

@@ -27,8 +27,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron._lightning import Stateful, training_loader, with_sampler
-from lightning_megatron._torch import watch_waits
+from lightning_megatron._lightning.loaders import Stateful, training_loader, with_sampler
+from lightning_megatron._torch.collectives import watch_waits
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.data.reading.sampler import Division
 from lightning_megatron.data.reading.sharding import Share, order_of, with_batches

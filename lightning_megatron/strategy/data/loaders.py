@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
-from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
+from lightning_megatron._lightning.connectors import divide_data, divides_data
+from lightning_megatron._lightning.loaders import makes_training_loader
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.first_batches import compare_batches
 from lightning_megatron.data.reading.global_batch import schedule_of, sized

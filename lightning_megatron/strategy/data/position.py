@@ -28,23 +28,25 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.loaders import (
     Stateful,
+    discard_batches,
+    read_anew,
+    repeats_short_loaders,
+    training_fetcher,
+    training_loader,
+)
+from lightning_megatron._lightning.loops import (
     batch_progress,
     begin_next_epoch,
     count_batches_anew,
-    discard_batches,
     epoch_counts,
-    hide_resuming_warning,
-    read_anew,
-    repeats_short_loaders,
     shift_batch_counts,
     take_batches_back,
     take_epoch_back,
-    training_fetcher,
-    training_loader,
     validates_first,
 )
+from lightning_megatron._lightning.warnings import hide_resuming_warning
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.data.reading.iterable_datasets import (

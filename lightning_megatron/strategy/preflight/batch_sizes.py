@@ -8,7 +8,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megatron._lightning import synchronizes_batch_norm, training_source
+from lightning_megatron._lightning.hooks import synchronizes_batch_norm
+from lightning_megatron._lightning.loaders import training_source
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.global_batch import schedule_of, sizing_problem
 from lightning_megatron.errors import whole_numbers

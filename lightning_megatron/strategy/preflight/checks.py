@@ -31,8 +31,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
-from lightning_megatron._lightning import divides_data, set_device_mesh, training_source
-from lightning_megatron._torch import has_hooks
+from lightning_megatron._lightning.connectors import divides_data
+from lightning_megatron._lightning.hooks import set_device_mesh
+from lightning_megatron._lightning.loaders import training_source
+from lightning_megatron._torch.dtensor import has_hooks
 from lightning_megatron.adoption.adapter_problems import adapter_problems
 from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.build.meta_build import OTHER_AXES, Attempt, axis_problem

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.recomputation import LiveBytes
 from lightning_megatron import ActivationConfig, CompileConfig, MegatronStrategy, PipelineConfig
-from lightning_megatron._torch import compare_memory_of_recomputed
+from lightning_megatron._torch.graphs import compare_memory_of_recomputed
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.activations.knapsack import needed
 from lightning_megatron.pipeline.timing import saved_bytes
