@@ -74,6 +74,7 @@ from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
+from lightning_megatron.strategy.code_inspection import looks_at_gradients, transforms_batches
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.batch_shares import BatchShares, MeasuredShares
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
@@ -85,7 +86,6 @@ from lightning_megatron.strategy.module_layout import (
     host_group_along_pp,
     stand_ins,
 )
-from lightning_megatron.strategy.observers import looks_at_gradients, transforms_batches
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared

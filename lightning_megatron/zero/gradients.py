@@ -37,13 +37,13 @@ from torch.optim import Optimizer
 from lightning_megatron._torch.dtensor import stamps
 from lightning_megatron.optim.clip import (
     EPSILON,
+    UnitClip,
     clip_coefficient,
     clip_value_,
     finiteness,
     global_squares,
     scale_,
 )
-from lightning_megatron.optim.clip_rules import UnitClip
 from lightning_megatron.optim.shard_spec import PartialSum, ShardAxis, ShardSpec, reduce_sums
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.topology.axis import Axis

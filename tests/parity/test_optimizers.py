@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import GradientMonitor, gather
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
-from lightning_megatron.optim.clip_rules import UnitClip
+from lightning_megatron.optim.clip import UnitClip
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon
 from lightning_megatron.optim.param_groups import muon_groups

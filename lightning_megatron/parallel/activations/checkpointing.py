@@ -5,7 +5,7 @@ size ``h`` about ``34 s b h`` bytes in 16 bits, and ``5 s^2 b n`` for attention 
 is usually most of the memory of a training step. A block that is *recomputed* keeps its input
 only, ``2 s b h``, and runs forward once more when its backward begins: a third more computation
 if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does; with
-``group=k`` runs of k blocks keep one input (`parallel.activations.groups`). If the
+``group=k`` runs of k blocks keep one input (`parallel.block_transforms`). If the
 recomputation is *selective*, a block also keeps the results of chosen operations, and repeats only
 the others (`parallel.activations.selective`).
 

@@ -46,7 +46,7 @@ class ActivationConfig:
     """Recompute each n-th block, beginning with the first."""
     group: int = 1
     """For full: how many consecutive blocks are recomputed together, so that only the input of the
-    first is kept (`parallel.activations.groups`). More than 1 asks for blocks that are items of a
+    first is kept (`parallel.block_transforms`). More than 1 asks for blocks that are items of a
     PipelineSequential."""
     offload: bool = False
     """Whether what autograd keeps of the blocks, recomputed or not, waits for the backward in host

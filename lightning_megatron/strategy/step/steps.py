@@ -42,12 +42,11 @@ from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.router_bias import RouterBias
-from lightning_megatron.strategy.step.coupling import SampleCoupling
 from lightning_megatron.strategy.step.cut import BatchCut
 from lightning_megatron.strategy.step.evaluation import Evaluation
 from lightning_megatron.strategy.step.forward import Forward
 from lightning_megatron.strategy.step.gradients import BatchGradients
-from lightning_megatron.strategy.step.loss import LossShare, loss_and_tokens
+from lightning_megatron.strategy.step.loss import LossShare, SampleCoupling, loss_and_tokens
 from lightning_megatron.tuning.fit_memory import FittingMicrobatch, NoReduction
 from lightning_megatron.zero.fully_sharded import FullySharded
 
