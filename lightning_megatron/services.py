@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
+from lightning_megatron.fault_tolerance.signals import Stop, StopFlag
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.pipeline.runner import Pipeline

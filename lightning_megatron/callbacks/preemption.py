@@ -34,7 +34,7 @@ from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.preemption.signals import Stop
+from lightning_megatron.fault_tolerance.signals import Stop
 from lightning_megatron.services import services_of
 
 _NAME = "preempted-step={}.ckpt"

@@ -3,7 +3,7 @@
 Lightning's handler of SIGTERM broadcasts, and that of Slurm's requeue signal saves a checkpoint:
 from wherever a rank is at that moment, while its peers are somewhere else. A signal that reaches
 one rank only then pairs its broadcast with their gradients, and all hang. Here a handler notes the
-signal (`fault_tolerance.preemption.signals`), the note rides on the votes of every batch
+signal (`fault_tolerance.signals`), the note rides on the votes of every batch
 (`comm.votes`), and when that batch is over, all ranks leave by `SIGTERMException`.
 
 Before they do, whoever registered as `stop.before_leaving` may save a checkpoint. What comes
@@ -57,7 +57,7 @@ from lightning_megatron._lightning.signals import (
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag, interrupt_once
+from lightning_megatron.fault_tolerance.signals import Stop, StopFlag, interrupt_once
 from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.run import Run
 

@@ -17,7 +17,7 @@ from lightning_megatron.testing import WorkerPool
 from lightning_megatron.whole.memory import weights_in_parts
 from lightning_megatron.zero.data_parallel import ShardingConfig
 from lightning_megatron.zero.gradients import local
-from tests.fault_tolerance.replicas.test_check import Flip
+from tests.callbacks.test_replica_check import Flip
 from tests.parity.expert_layouts import (
     EXPERT_LAYOUTS,
     FURTHER,

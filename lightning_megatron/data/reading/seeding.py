@@ -37,7 +37,7 @@ from lightning_megatron.data.reading.iterable_datasets import (
     wrap_stream,
 )
 from lightning_megatron.data.reading.sharding import DrawnOrder, with_batches
-from lightning_megatron.fault_tolerance.preemption.signals import shield
+from lightning_megatron.fault_tolerance.signals import shield
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import derive_seed, seed_generators
 

@@ -35,7 +35,7 @@ from lightning_megatron.data.reading.sharding import Share, order_of, with_batch
 from lightning_megatron.data.reading.shares import Parts, Portion, UnevenBatches, sizes_of
 from lightning_megatron.data.reading.weighted_log import WeighedLog
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import WATCHED, OwnWork
+from lightning_megatron.fault_tolerance.slow_rank_comparison import WATCHED, OwnWork
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.run_log.sections import OPTIMIZER, SectionClock
 from lightning_megatron.strategy.run import Run

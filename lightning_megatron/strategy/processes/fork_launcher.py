@@ -55,7 +55,7 @@ from lightning_megatron._torch.kernels import end_kernel_threads
 from lightning_megatron.checkpoint.gather_state import gather
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.failures.root_cause import describe_exit, is_echo
-from lightning_megatron.fault_tolerance.preemption.signals import interrupt_once
+from lightning_megatron.fault_tolerance.signals import interrupt_once
 
 _PATIENCE_S = 20.0
 """Seconds in which ranks may end once one of them has ended with an error."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron._torch.collectives import watch_waits
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork, SlowRanks, scores
+from lightning_megatron.fault_tolerance.slow_rank_comparison import OwnWork, SlowRanks, scores
 from lightning_megatron.run_log.sections import SectionClock
 from tests.monitoring.test_sections import Time
 

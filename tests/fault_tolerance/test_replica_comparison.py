@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatron.fault_tolerance.replicas.comparison import (
+from lightning_megatron.fault_tolerance.replica_comparison import (
     COLUMNS,
     Difference,
     SharedTensor,

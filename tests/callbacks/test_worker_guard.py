@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_megatron import ConfigError, Preemption, WorkerGuard
-from lightning_megatron.fault_tolerance.workers import loader_workers
-from lightning_megatron.fault_tolerance.workers.loader_workers import WorkerLostError
+from lightning_megatron.fault_tolerance import loader_workers
+from lightning_megatron.fault_tolerance.loader_workers import WorkerLostError
 from lightning_megatron.run_log.events import read_events
-from tests.fault_tolerance.preemption.test_callback import Strike
+from tests.callbacks.test_preemption import Strike
 from tests.strategy.resuming import Augmented, augmented_loader, differences, train
 from tests.strategy.small import WIDTH, Small, make_trainer
 

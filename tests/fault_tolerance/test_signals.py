@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.fault_tolerance.preemption.signals import (
+from lightning_megatron.fault_tolerance.signals import (
     StopFlag,
     WorkerStart,
     interrupt_once,

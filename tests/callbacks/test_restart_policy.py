@@ -13,7 +13,7 @@ import pytest
 
 from lightning_megatron import ConfigError, RestartPolicy
 from lightning_megatron.errors import RestartLimitError
-from lightning_megatron.fault_tolerance.restarts.attempt_log import (
+from lightning_megatron.fault_tolerance.attempt_log import (
     AttemptLog,
     AttemptRecord,
     cycles_without_progress,
