@@ -73,7 +73,7 @@ class WeightWatch:
             self._parts = None
 
     def _let_clear(self, gradients: GradientSet) -> None:
-        """Have the module's own ``zero_grad`` look at no gradient: Lightning calls it to validate."""
+        """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
         module = self._run.module
         if not gradients.hidden or type(module).zero_grad is not nn.Module.zero_grad:
             return

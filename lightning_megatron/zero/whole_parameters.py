@@ -24,7 +24,7 @@ precision.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -216,21 +216,23 @@ class WholeParameters(ZeroDataParallel):
                 it, and takes no part in another's reduction.
             members: parameters that the same ranks divide.
         """
-        own = [rows for parameter, rows in self.rows.items() if parameter in members]
+        this, zero = ref(self), self._zero  # rows that held each other would outlive their layout
 
         def bring() -> None:
+            of_all = {} if (alive := this()) is None else alive.rows
+            own = [rows for parameter, rows in of_all.items() if parameter in members]
             try:
                 gather.gather_gradients([rows for rows in own if rows.gradient is not None])
             except RuntimeError as error:
                 raise ConfigError(
-                    f"zero={self._zero}: `.grad` was read or changed on this rank, which brings "
+                    f"zero={zero}: `.grad` was read or changed on this rank, which brings "
                     "gradients together, and not on all that share them; nearest valid: code "
                     "that reads it on every rank, or an empty on_before_optimizer_step in the "
                     "module, with which every rank has whole gradients"
                 ) from error
 
-        for rows in own:
-            rows.bring_gradient = bring
+        for parameter in members & self.rows.keys():
+            self.rows[parameter].bring_gradient = bring
 
     @property
     def _every_microbatch(self) -> bool:
