@@ -116,6 +116,9 @@ class LooksAlone(Small):
 class Watching(Small):
     """Counts what is gathered."""
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
     def on_train_start(self) -> None:
         self.asked: list[str] = []
         for rows in self.trainer.strategy.parallel.data.rows.values():  # type: ignore[attr-defined]
@@ -136,9 +139,11 @@ LOOK_AT_STATE = [expect_marked, read_one]
 
 def idle_job(layout: Mapping[str, Any], devices: int) -> list[str]:
     module = Watching().double()
-    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-    trainer = make_trainer(layout, devices, **options)
-    trainer.fit(module, loader(dp=dp_of(devices, layout)))
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "val_check_interval": 3}
+    trainer = make_trainer(layout, devices, **options, num_sanity_val_steps=0)
+    batches = loader(dp=dp_of(devices, layout))
+    trainer.fit(module, batches, batches)
+    assert "zero_grad" not in vars(module)
     return module.asked
 
 
