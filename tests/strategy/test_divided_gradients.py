@@ -139,7 +139,7 @@ LOOK_AT_STATE = [expect_marked, read_one]
 
 def idle_job(layout: Mapping[str, Any], devices: int) -> list[str]:
     module = Watching().double()
-    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "val_check_interval": 3}
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "val_check_interval": 2}
     trainer = make_trainer(layout, devices, **options, num_sanity_val_steps=0)
     batches = loader(dp=dp_of(devices, layout))
     trainer.fit(module, batches, batches)
