@@ -1,23 +1,17 @@
 """Reading what users have written in modules and callbacks, as far as code tells.
 
-What a run has to prepare for (somebody looks at gradients) is found by the names that functions
-mention. A name says little, so whoever asks does too much rather than too little where it is there.
-
-ZeRO 1 and 2 bring each gradient to the rank that owns it, and ``.grad`` is None everywhere. Users
-may look at ``.grad`` all the same, to clip, log or change it, and must see then what they would see
-under ``DistributedDataParallel``: the whole mean. Making it whole costs an all-reduce in place of a
-reduce-scatter, so it is done only where somebody may look:
+ZeRO 1 and 2 bring each gradient to the rank that owns it. Users may look at ``.grad`` all the same,
+to clip, log or change it, and see then what they would see under ``DistributedDataParallel``: the
+whole mean. Where they exist to look, gradients are reduced whole at once, an all-reduce in place of
+a reduce-scatter:
 
 * under manual optimization, where the step itself may;
 * where the module or a callback overrides a hook that runs between the backward and the moment
-  when gradients are cleared (`HOOKS`);
-* where code of the module or of a callback mentions gradients.
+  when gradients are cleared (`HOOKS`).
 
-Weights and gradients of which ranks hold parts (tp, ZeRO 3, stages of a pipeline) know it
-(`whole.weights`, `whole.stage_weights`), and nobody has to look for code that mentions them.
-
-Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
-know where gradients are.
+Whoever looks anywhere else gathers what the owners have (`whole.divided_gradient`). Callbacks of
+Lightning and of this package do not count: the former look at no gradient, the latter know where
+gradients are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,37 +99,13 @@ HOOKS = (
 )
 """Hooks of modules and callbacks that exist to look at gradients, or can."""
 
-_HARMLESS = frozenset(
-    {
-        "autograd",
-        "enable_grad",
-        "gradient_clip_algorithm",
-        "gradient_clip_val",
-        "is_grad_enabled",
-        "no_grad",
-        "requires_grad",
-        "requires_grad_",
-        "set_grad_enabled",
-        "set_to_none",
-        "zero_grad",
-        "accumulate_grad_batches",
-    }
-)
-
 
 def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether the module or a callback of the user's may look at ``.grad``."""
+    """Whether hooks of the module or of a callback of the user's are there to see gradients."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return not module.automatic_optimization or any(
-        name in HOOKS or _mentions(function)
-        for observer in (module, *callbacks)
-        for name, function in own_functions(observer)
+        name in HOOKS for observer in (module, *callbacks) for name, _ in own_functions(observer)
     )
-
-
-def _mentions(function: FunctionType) -> bool:
-    """Whether a function has a word for gradients."""
-    return any("grad" in name and name not in _HARMLESS for name in names_in(function))
 
 
 def transforms_batches(module: LightningModule) -> bool:

@@ -596,6 +596,7 @@ class MegatronStrategy(LaunchingStrategy):
                     output = step.run((*args, *kwargs.values()))
                 for tuner in self.tuners:
                     tuner.after_batch(step.count)
+            self.steps.before_zero_grad()
             if not self.module.automatic_optimization:  # then this is the whole batch
                 self.stop.vote()
         if not self.module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""The part of the strategy that lets user's code see whole weights where ranks have parts."""
+"""The part of the strategy that lets user's code see whole weights and gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.strategy.group_weights import GroupWeights
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.divided_gradient import DividedGradients
 from lightning_megatron.whole.memory import on_memory
 from lightning_megatron.whole.places import Place
 from lightning_megatron.whole.stage_weights import StageBuffer, StageWeight, StageWeights
@@ -32,6 +33,7 @@ class WeightWatch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._parts: WeightParts | None = None
+        self._divided: DividedGradients | None = None
         self._stages: StageWeights | None = None
         self._goes_on = False
         """Whether the run is between two layouts."""
@@ -42,6 +44,8 @@ class WeightWatch:
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._show_stages(gradients, trunk)
         self._parts = WeightParts(weight_places(gradients, self._stages))
+        self._divided = DividedGradients(gradients.hidden)
+        self._let_clear(gradients)
         for optimizer in self._run.optimizers if self._stages is not None else ():
             self.show_groups(optimizer)
             vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
@@ -60,9 +64,26 @@ class WeightWatch:
                     item.show(None)
                 elif isinstance(item, PipelineSequential):
                     vars(item).pop("around_items", None)
+        if self._divided is not None:
+            vars(self._run.module).pop("zero_grad", None)
+            self._divided.end()
+            self._divided = None
         if self._parts is not None:
             self._parts.end()
             self._parts = None
+
+    def _let_clear(self, gradients: GradientSet) -> None:
+        """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
+        module = self._run.module
+        if not gradients.hidden or type(module).zero_grad is not nn.Module.zero_grad:
+            return
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if set_to_none:
+                gradients.forget_rows()
+            nn.Module.zero_grad(module, set_to_none)
+
+        vars(module)["zero_grad"] = zero_grad
 
     def let_go(self) -> None:
         """Forget the weights of a layout, until `follow` knows another."""

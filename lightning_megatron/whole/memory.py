@@ -20,7 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, EnableTorchFunction
+from lightning_megatron._torch.graphs import (
+    DisableTorchFunctionSubclass,
+    EnableTorchFunction,
+    asks_classes,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -178,6 +182,11 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     with EnableTorchFunction():
         found: tuple[Tensor, ...] = ctx.saved_tensors
         return found
+
+
+def sees_memory() -> bool:
+    """Whether what runs is code `on_memory`, or a compiler's."""
+    return not asks_classes() or torch.compiler.is_compiling()
 
 
 def memory_of_parts(kind: C) -> C:

@@ -48,6 +48,7 @@ from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.whole import split_rules as rules
 from lightning_megatron.whole.copied_view import as_views, changes, copies_in
+from lightning_megatron.whole.divided_gradient import LooksWhole
 from lightning_megatron.whole.memory import computes_with_part, traces_users_code
 from lightning_megatron.whole.part_numbers import (
     LEARNING,
@@ -68,7 +69,7 @@ from lightning_megatron.whole.split_tensor import OF_TENSOR, SplitTensor, gradie
 from lightning_megatron.whole.splits import marked, place_of, split_of
 
 
-class PartWeight(nn.Parameter):
+class PartWeight(LooksWhole, nn.Parameter):
     """Parameter of which this rank has a part (see the module's text)."""
 
     handles_split_tensors = True

@@ -213,14 +213,15 @@ class GradientBuckets:
         bucket.members = members
         if not members:
             return
-        first = next((p.grad for p in members if p.grad is not None), members[0])
+        gradients = [p.grad for p in members]
+        first = next((g for g in gradients if g is not None), members[0])
         wide = self._reduction or torch.promote_types(first.dtype, torch.float32)
-        held = [p.grad is not None for p in members]
+        held = [g is not None for g in gradients]
         flags = torch.tensor(held, device=members[0].device).to(wide)
         if self._sums(bucket):
-            self._start_sum(bucket, wide, flags)
+            self._start_sum(bucket, gradients, wide, flags)
         else:
-            self._start_scatter(bucket, wide, flags)
+            self._start_scatter(bucket, gradients, wide, flags)
             bucket.had.update(i for i, has in enumerate(held) if has)
         self._meter.started(bucket.work)
 
@@ -233,10 +234,16 @@ class GradientBuckets:
 
     # Whole gradients -----------------------------------------------------------------------------
 
-    def _start_sum(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
+    def _start_sum(
+        self,
+        bucket: _Bucket,
+        gradients: Sequence[Tensor | None],
+        wide: torch.dtype,
+        flags: Tensor,
+    ) -> None:
         pieces = [
-            (torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.detach()).reshape(-1)
-            for p in bucket.members
+            (torch.zeros_like(p, dtype=wide) if g is None else g.detach()).reshape(-1)
+            for p, g in zip(bucket.members, gradients, strict=True)
         ]
         bucket.sent = flat = torch.cat([*(piece.to(wide) for piece in pieces), flags])
         everyone = bucket.groups.everyone
@@ -266,7 +273,13 @@ class GradientBuckets:
 
     # Rows ----------------------------------------------------------------------------------------
 
-    def _start_scatter(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
+    def _start_scatter(
+        self,
+        bucket: _Bucket,
+        gradients: Sequence[Tensor | None],
+        wide: torch.dtype,
+        flags: Tensor,
+    ) -> None:
         group = bucket.groups.shard
         assert group is not None
         ranks, members = group.size(), self._rows_of(bucket)
@@ -274,8 +287,8 @@ class GradientBuckets:
         length = sum(sizes) + len(members)
         sent = torch.empty(ranks, length, dtype=wide, device=flags.device)
         offset = 0
-        for rows, size in zip(members, sizes, strict=True):
-            target, gradient = sent[:, offset : offset + size], rows.parameter.grad
+        for rows, size, gradient in zip(members, sizes, gradients, strict=True):
+            target = sent[:, offset : offset + size]
             if gradient is None:
                 target.zero_()
             else:

@@ -224,18 +224,22 @@ class GradientSet:
             axes.shard.rank if role.is_divided else 0,
         )
 
-    def begin(self, *, fresh: bool = False) -> None:
-        """Add up gradients in float32 from now on, those of narrower parameters too.
-
-        Args:
-            fresh: whether what earlier batches have left was cleared.
-        """
+    def begin(self) -> None:
+        """Add up gradients in float32 from now on, those of narrower parameters too."""
         for role in self._narrow:
             _hold_gradient_in(role.parameter, torch.float32)
-        if fresh:
-            for role in self._with_rows:
-                assert role.rows is not None
-                role.rows.gradient = None
+
+    def forget_rows(self) -> None:
+        """Forget gradients that are with the owners of rows, as ``zero_grad`` is about to."""
+        for role in self._with_rows:
+            assert role.rows is not None
+            role.rows.gradient = None
+
+    @property
+    def hidden(self) -> list[OwnedRows]:
+        """The rows of parameters whose gradients come to their owners only."""
+        found = (role.rows for role in self._with_rows)
+        return [rows for rows in found if rows and not (rows.is_whole or rows.shows_gradient)]
 
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group.
@@ -286,6 +290,7 @@ class GradientSet:
                 assert role.rows is not None
                 known = role.rows.gradient
                 role.rows.gradient = part if known is None else known.add_(part)
+            _unite(role)
 
     def norm(self, optimizer: Optimizer | None = None) -> Tensor:
         """Global Euclidean norm of the gradients as they are; the same on every rank.
@@ -603,6 +608,14 @@ def _hold_gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
+
+
+def _unite(role: ParameterRole) -> None:
+    """Bring a mean that somebody has made whole to that of a later batch, which is in rows."""
+    rows, whole = role.rows, role.parameter.grad
+    if rows is not None and rows.gradient is not None and whole is not None:
+        rows.gradient.add_(rows.part_of(whole))
+        role.parameter.grad = None
 
 
 def _set_gradient(role: ParameterRole, flat: Tensor) -> None:

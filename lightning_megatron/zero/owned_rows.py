@@ -55,7 +55,10 @@ class OwnedRows:
         length: number of rows; may be 0.
         gradient: mean gradient of the rows in the format in which it was summed, once it has been
             reduced to its owners; None where there is none, or ``parameter.grad`` is whole.
-        shows_gradient: whether ``parameter.grad`` holds the whole mean after a backward.
+        shows_gradient: whether ``parameter.grad`` holds the whole mean after a backward, and not
+            only after a look at it (`whole.divided_gradient`).
+        bring_gradient: brings the gradients of all parameters that the same ranks divide into
+            ``.grad``; collective.
         round_trip: what a copy of the rows looks like that was sent to other ranks, in the format
             of the parameter; None for a cast.
     """
@@ -79,6 +82,7 @@ class OwnedRows:
         self.start, self.length = self._extent(rank)
         self.gradient: Tensor | None = None
         self.shows_gradient = True
+        self.bring_gradient: Callable[[], None] | None = None
         self.round_trip: Callable[[Tensor], Tensor] | None = None
         self._wide: torch.dtype | None = None
         self._device: torch.device | None = None
@@ -165,7 +169,12 @@ class OwnedRows:
             parts: ``[ranks, elements]``.
             unpack: makes values of them, from any number of whole rows.
         """
-        target = self._ranks_first(self.parameter.detach())
+        self._write(self.parameter.detach(), parts, unpack)
+
+    def _write(
+        self, whole: Tensor, parts: Tensor, unpack: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        target = self._ranks_first(whole)
         if unpack is None and target.is_contiguous() and target.numel() == parts.numel():
             target.view(parts.shape).copy_(parts)
             return
@@ -220,6 +229,24 @@ class OwnedRows:
             return self.gradient
         whole = self.parameter.grad
         return None if whole is None else self.part_of(whole)
+
+    def show_gradient(self) -> None:
+        """Make ``parameter.grad`` the whole mean, which ranks hold in rows; collective."""
+        if self.bring_gradient is not None:
+            self.bring_gradient()
+
+    def take_whole_gradient(self, parts: Tensor) -> None:
+        """Make ``parameter.grad`` of the gradient of all ranks' rows, and forget that of these.
+
+        Args:
+            parts: ``[ranks, elements]``, as `parts_of` makes them.
+        """
+        parameter = self.parameter
+        whole = torch.empty_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        self._write(whole.detach(), parts)
+        known = parameter.grad
+        parameter.grad = whole.detach() if known is None else known.add_(whole)
+        self.gradient = None
 
     def lend_gradient(self) -> None:
         """Give the rows their gradient, in their format and place; a step on them follows."""

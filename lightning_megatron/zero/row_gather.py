@@ -100,6 +100,42 @@ class RowGather:
         for bucket in self._plans[key]:
             self._finish(bucket)
 
+    def gather_gradients(self, members: Sequence[OwnedRows]) -> None:
+        """Make ``.grad`` whole of what the owners hold; collective.
+
+        Args:
+            members: the same parameters in the same order on all ranks, all with gradients.
+        """
+        waiting: list[OwnedRows] = []
+        size = 0
+        for rows in members:
+            gradient = rows.gradient
+            assert gradient is not None
+            first = gradient if not waiting else waiting[0].gradient
+            if size >= self._bucket_bytes or (first is not None and first.dtype != gradient.dtype):
+                self._gather_gradients(waiting)
+                waiting, size = [], 0
+            waiting.append(rows)
+            size += rows.parameter.numel() * gradient.itemsize
+        if waiting:
+            self._gather_gradients(waiting)
+
+    def _gather_gradients(self, members: Sequence[OwnedRows]) -> None:
+        found = [rows.gradient for rows in members if rows.gradient is not None]
+        sizes = [rows.numel_of(0) for rows in members]
+        sent = found[0].new_zeros(sum(sizes))
+        for place, gradient in zip(torch.split(sent, sizes), found, strict=True):
+            place[: gradient.numel()].copy_(gradient.reshape(-1))
+        received = sent.new_empty(self._group.size() * len(sent))
+        self._meter.ring(sent.nbytes * (self._group.size() - 1), self._group)
+        work = start_all_gather(received, sent, self._group)
+        self._meter.started(work)
+        self._meter.wait(work)
+        with torch.no_grad():
+            pieces = torch.split(received.view(self._group.size(), -1), sizes, dim=1)
+            for rows, parts in zip(members, pieces, strict=True):
+                rows.take_whole_gradient(parts)
+
     def _in_buckets(self, members: Sequence[OwnedRows]) -> list[_Bucket]:
         buckets: list[_Bucket] = []
         open_: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}

@@ -8,10 +8,10 @@ outside of any forward, copy or save them, use them on one rank only. What happe
     optimizer      steps on the rows that this rank owns             `zero.owned_rows`
     after it       rows are gathered into the parameters, by bucket  `zero.row_gather`
 
-Gradients reach their owners only (reduce-scatter), and ``.grad`` is None after the backward. Where
-somebody may look at them, the strategy calls `show_gradients`: the mean is then made whole
-(all-reduce) and ``.grad`` holds it, as under ``DistributedDataParallel``; owners step on their rows
-of it.
+Gradients reach their owners only (reduce-scatter). Whoever looks at ``.grad`` all the same has the
+mean gathered into it (`whole.divided_gradient`). Where hooks exist to look, the strategy calls
+`show_gradients`: the mean is then made whole at once (all-reduce) and ``.grad`` holds it, as under
+``DistributedDataParallel``. Either way owners step on their rows of it from then on.
 
 Experts have other owners than the rest (`Topology.experts`). Their buckets stand in the same order
 as the others, so that ranks that meet in several groups begin reductions alike.
@@ -24,13 +24,14 @@ precision.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import expert_parameters
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.topology.mesh import ParameterAxes, Topology
@@ -140,6 +141,8 @@ class WholeParameters(ZeroDataParallel):
             groups |= dict.fromkeys(members, own)
             if own.shard is not None:
                 self._gathers.append((RowGather(own.shard, meter), members))
+                assert axes.shard.group is not None
+                self._let_look(RowGather(axes.shard.group, meter), members)
         if not groups:
             return
         self._buckets = [
@@ -204,6 +207,32 @@ class WholeParameters(ZeroDataParallel):
             buckets.whole = self._whole
         for rows in self.rows.values():
             rows.shows_gradient = self._whole or rows.parameter not in self._reduced
+
+    def _let_look(self, gather: RowGather, members: set[nn.Parameter]) -> None:
+        """Have a look at one of these gradients bring them all, whichever rank looks at which.
+
+        Args:
+            gather: over a group in which nothing is under way: one rank that looks alone waits in
+                it, and takes no part in another's reduction.
+            members: parameters that the same ranks divide.
+        """
+        this, zero = ref(self), self._zero  # rows that held each other would outlive their layout
+
+        def bring() -> None:
+            of_all = {} if (alive := this()) is None else alive.rows
+            own = [rows for parameter, rows in of_all.items() if parameter in members]
+            try:
+                gather.gather_gradients([rows for rows in own if rows.gradient is not None])
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"zero={zero}: `.grad` was read or changed on this rank, which brings "
+                    "gradients together, and not on all that share them; nearest valid: code "
+                    "that reads it on every rank, or an empty on_before_optimizer_step in the "
+                    "module, with which every rank has whole gradients"
+                ) from error
+
+        for parameter in members & self.rows.keys():
+            self.rows[parameter].bring_gradient = bring
 
     @property
     def _every_microbatch(self) -> bool:

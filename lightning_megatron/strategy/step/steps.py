@@ -154,6 +154,15 @@ class Steps:
         trainer = self.module.trainer
         return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
+    def before_zero_grad(self) -> None:
+        """Let go of gradients in rows that ``zero_grad``, which comes next, would make whole.
+
+        Lightning calls it behind the step of the first batch of an accumulation. Users' hooks
+        between, which might look, override one after which gradients are whole from the start.
+        """
+        if self.module.automatic_optimization and self.first_of_accumulation:
+            self.parallel.gradients.forget_rows()
+
     @contextmanager
     def accumulation(self) -> Iterator[None]:
         """Within the block a batch runs after which no optimizer step follows."""
@@ -286,7 +295,7 @@ class WholeStep(Step):
     def _add_gradients(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         steps, precision = self._steps, self._steps.precision
         parallel, topology = steps.parallel, steps.parallel.topology
-        parallel.gradients.begin(fresh=steps.first_of_accumulation)
+        parallel.gradients.begin()
         parallel.data.begin(blocked=steps.accumulating)
         parallel.data.before_backward()
         steps.forward.lengths.backward(0)
