@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.adoption.classes import CopiedWhole, become, own_class
 from lightning_megatron.checkpoint.gather_state import gather_named
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.strategy.pretrained_models import (
     Rendezvous,
     common_key,

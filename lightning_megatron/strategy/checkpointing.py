@@ -61,9 +61,9 @@ from lightning_megatron.checkpoint.load.module_state import edits_loaded
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.parallel.apply import ParallelModule
@@ -205,7 +205,9 @@ class Checkpointing:
         )
         if looks or self._run.parallel.topology.pp.size == 1:
             return looks or edits_state(module)
-        return any(Peers(self._run.host_group).collect(edits_state(module)))  # of this stage alone
+        return any(
+            Peers(self._run.host_group).all_gather(edits_state(module))
+        )  # of this stage alone
 
     def end_view(self) -> None:
         """Let ``state_dict`` be what it is outside of the hooks that save and load."""
@@ -522,7 +524,7 @@ class Checkpointing:
             or any(type(c).on_load_checkpoint is not Callback.on_load_checkpoint for c in callbacks)
             or edits_loaded(module)
         )
-        return any(Peers(self._run.host_group).collect(looks))
+        return any(Peers(self._run.host_group).all_gather(looks))
 
     def _go_on(
         self, trainer: Trainer, reader: CheckpointReader, checkpoint: dict[str, Any]

@@ -22,7 +22,7 @@ from lightning_megatron.adoption.saving import (
 )
 from lightning_megatron.checkpoint.chunks import clean_name
 from lightning_megatron.checkpoint.gather_state import gather
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import layout_of
 

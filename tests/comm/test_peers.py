@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 
@@ -38,7 +38,7 @@ def job(use_group):
     if use_group and rank == 0:
         return None
     peers = Peers(group)
-    out = [peers.rank, peers.share(f"from {rank}"), peers.run("x", lambda: rank, list)]
+    out = [peers.rank, peers.broadcast(f"from {rank}"), peers.run("x", lambda: rank, list)]
 
     def each():
         if rank:
@@ -89,7 +89,7 @@ def same_job(kind):
         send(objects, **to)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_megatron.checkpoint.rank_coordination._FEW_RANKS", 2)
+        patch.setattr("lightning_megatron.comm.peers._FEW_RANKS", 2)
         patch.setattr(dist, "send_object_list", count)
         seen += [peers.run("trying", lambda v=v: v, list) for v in said.values()]
         with pytest.raises(CheckpointError) as info:
