@@ -214,9 +214,7 @@ class HangDetector(pl.Callback):
         if member.rank == 0 and len(parts) > 1:
             listening, address = _listen(services)
             token = secrets.token_hex(16)
-        shared = {
-            rank: rest for rank, *rest in Peers().all_gather((member.rank, made, address, token))
-        }
+        shared = dict(Peers().all_gather((member.rank, (made, address, token))))
         _, address, token = shared[0]
         return _Members(
             members=parts[place],
