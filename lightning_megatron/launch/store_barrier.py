@@ -90,7 +90,7 @@ class StoreBarrier:
                 outcome = _MET
         finally:  # an interrupt gives up, too
             key = f"{self._meeting}/outcome"
-            outcome = store.compare_set(key, "", outcome.decode())
+            outcome = bytes(store.compare_set(key, "", outcome.decode()))
         return outcome == _MET
 
     def _enter(self, store: Any) -> bytes:
