@@ -1,4 +1,4 @@
-"""`StoreList`: a list in a store, to which any process appends and of which others read what is new.
+"""`StoreList`: a list in a store; any process appends to it, and readers read what is new.
 
 With `StoreBarrier` it is what ranks use that have no process groups yet, or whose groups hang as a
 rank has failed: `rendezvous` lists who calls and what is wrong with him, the board of failures
