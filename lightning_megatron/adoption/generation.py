@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_megatron.adoption.caches import given_cache, without_cache
 from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.adoption.trunk import AdoptedTrunk
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.launch.store_barrier import StoreBarrier
 from lightning_megatron.layers.experts.decisions import company
@@ -202,9 +203,7 @@ class _Company:
 
     def _somebody(self, *, runs: bool) -> bool:
         """Whether any rank runs a forward now."""
-        flag = torch.tensor(int(runs), device=self._topology.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._topology.loss.group)
-        return bool(flag)
+        return Peers.over(self._topology.loss).vote(runs, self._topology.device, all=False)
 
 
 def _needs_others(model: nn.Module, topology: Topology) -> bool:

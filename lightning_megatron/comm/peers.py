@@ -69,8 +69,8 @@ class Peers:
         rank: place of this one in the group.
     """
 
-    _order: Sequence[int] | None = None
-    """Places in the group in the order of an axis; None where it is that of the group."""
+    _axis: Axis | None = None
+    """Axis whose ranks they are, which may have another order than the group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         together = not alone and dist.is_available() and dist.is_initialized()
@@ -82,8 +82,7 @@ class Peers:
     def over(cls, axis: Axis) -> "Peers":
         """The ranks of an axis, whose values `all_gather` returns in axis order."""
         peers = cls(axis.group, alone=axis.group is None)
-        if axis.group is not None:
-            peers._order = [dist.get_group_rank(axis.group, rank) for rank in axis.ranks]
+        peers._axis = axis
         return peers
 
     @property
@@ -133,7 +132,9 @@ class Peers:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
-        return values if self._order is None else [values[place] for place in self._order]
+        if self._axis is None or self.group is None:
+            return values
+        return [values[dist.get_group_rank(self.group, rank)] for rank in self._axis.ranks]
 
     def gather(self, value: T) -> list[T] | None:
         """Return the values of all ranks on the first one, and None on the others."""
