@@ -257,3 +257,10 @@ def parameter_groups(state: Any) -> list[Any]:
     if groups is None:  # 2.11 has one group per module
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, also where an earlier Trainer has sharded the module."""
+    own = type(module)
+    # FSDP2 derives a class of its own, from itself and from the original.
+    return (own.__mro__[2] if isinstance(module, FSDPModule) else own).__name__

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import stand_in, tree_flatten, tree_map, writes
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
+from lightning_megatron._torch.wrappers import stand_in, writes
 from lightning_megatron.errors import ConfigError
 
 _READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal"})

@@ -30,10 +30,10 @@ from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.launch.store_barrier import StoreBarrier
 from lightning_megatron.layers.experts.decisions import company
-from lightning_megatron.layers.splits import split_of, whole
 from lightning_megatron.topology.coordinates import coordinates_of
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology, share_draws
+from lightning_megatron.whole.splits import split_of, whole
 
 _CACHES = (None, "dynamic", "dynamic_full")
 

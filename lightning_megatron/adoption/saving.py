@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.adoption.classes import CopiedWhole, become
 from lightning_megatron.adoption.huggingface import is_huggingface
+from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.layers.stored_tensor import StoredTensor
+from lightning_megatron.whole.memory import own_weights
 
 SaveTogether: TypeAlias = Callable[[str, Callable[[Mapping[str, Any]], None]], None]
 """Function that gathers the whole ``state_dict``, and calls another one with it on the first rank.

@@ -1,6 +1,6 @@
 """Comparison of weights and optimizer state between ranks that must hold equal bits.
 
-Every `every` steps all copies are compared bit by bit (`fault_tolerance.replicas.comparison`): with
+Every `every` steps all copies are compared bit by bit (`fault_tolerance.replica_comparison`): with
 ``zero=0`` between all data-parallel ranks, with ``zero`` 1 to 3 between the copies of the shards
 (``dp_replicate``), and always between tensor-parallel ranks and pipeline stages that share a
 tensor. Experts are compared between the ranks with the same ones. A tensor of one rank only cannot
@@ -25,7 +25,7 @@ from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.numbers.diagnosis import in_words
-from lightning_megatron.fault_tolerance.replicas.comparison import (
+from lightning_megatron.fault_tolerance.replica_comparison import (
     Difference,
     Holders,
     SharedTensor,
@@ -35,12 +35,12 @@ from lightning_megatron.fault_tolerance.replicas.comparison import (
     suspects,
     unequal,
 )
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.gradients import ParameterRole, local
 from lightning_megatron.services import MegatronServices, services_of
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.zero.gradients import ParameterRole, local
 
 _NEEDS = "it needs to know the copies"
 

@@ -32,7 +32,7 @@ from lightning_megatron.checkpoint.save.save_plan import (
 )
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any, summary
-from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.zero.owned_rows import OwnedRows
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from lightning_megatron.checkpoint.chunks import (
 )
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.peers import Peers
-from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.parallel.apply import layout_of
+from lightning_megatron.whole.memory import own_weights
 
 
 @own_weights

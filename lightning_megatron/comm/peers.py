@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import gather_now
+from lightning_megatron._torch.collectives import gather_now
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.topology.axis import Axis
 

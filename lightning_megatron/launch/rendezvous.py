@@ -51,7 +51,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_megatron._torch import PrefixStore, Store
+from lightning_megatron._torch.groups import PrefixStore, Store
 from lightning_megatron.errors import ConfigError, MissingRanksError
 from lightning_megatron.launch.attempt import KEY, Attempt, Peer
 from lightning_megatron.launch.store_list import StoreList

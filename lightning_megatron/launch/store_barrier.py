@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_megatron._torch import default_store
+from lightning_megatron._torch.groups import default_store
 from lightning_megatron.errors import ConfigError
 
 PATIENCE_S = 120.0

@@ -32,9 +32,9 @@ from lightning_megatron.layers.attention_call import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 
 def generate(

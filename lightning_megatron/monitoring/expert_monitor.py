@@ -36,7 +36,6 @@ from lightning_megatron.checkpoint.chunks import clean_name
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.layers.experts.router import Router, RouterStatistics
-from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.monitoring.rank_stats import (
     LabelledMetric,
     Values,
@@ -44,6 +43,7 @@ from lightning_megatron.monitoring.rank_stats import (
     rank_metrics_of,
 )
 from lightning_megatron.services import services_if_any
+from lightning_megatron.whole.memory import weights_in_parts
 
 _TOTALS = ("tokens", "dropped", "entropy", "balance_loss", "z_loss", "sequences")
 _OF_LAYERS = ("load_max_over_mean", "dead_experts", "dropped_fraction", "entropy")

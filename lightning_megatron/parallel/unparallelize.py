@@ -19,7 +19,7 @@ from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backe
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.forward_wrapper import BlockForward, unwrap
-from lightning_megatron.parallel.whole_parameters import WholeParameters
+from lightning_megatron.zero.whole_parameters import WholeParameters
 
 
 def is_whole(parallel: ParallelModule) -> bool:

@@ -37,7 +37,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
+from lightning_megatron._lightning.connectors import collect_checkpoint
+from lightning_megatron._lightning.hooks import call_module_hook
+from lightning_megatron._lightning.results import uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
@@ -64,7 +66,6 @@ from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.launch.store_barrier import StoreBarrier
-from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.run_log.sections import CHECKPOINT
 from lightning_megatron.strategy.checkpoint_paths import (
@@ -80,6 +81,7 @@ from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.degrees import AXES
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import parts_of_weights
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_megatron._torch import start_all_gather
+from lightning_megatron._torch.collectives import start_all_gather
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 
 def barrier(device: torch.device) -> None:

@@ -34,7 +34,6 @@ from lightning_megatron.comm.objects import ObjectBroadcast, StaysInProcessError
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.strategy.attribute_changes import MISSING, Change, Look, apply, changes
 from lightning_megatron.strategy.attributes import (
     OF_A_PROCESS,
@@ -45,6 +44,7 @@ from lightning_megatron.strategy.attributes import (
     value_of,
 )
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 NAME = "shared_between_stages"
 """Class attribute of a module with the names of what no look can see."""

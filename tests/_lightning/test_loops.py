@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.loops import (
     avoid_inference_mode,
     batch_progress,
     begin_next_epoch,

@@ -213,7 +213,7 @@ enter(
     "habits",
     habits.HABITS,
     partial(Entry, kinds=("data parallel",), also=("zero 3",), trainer={"max_epochs": 2}),
-    # Ranks run units of other sizes and wait for each other; `tests.parallel.test_fully_sharded`
+    # Ranks run units of other sizes and wait for each other; `tests.zero.test_fully_sharded`
     # has those of one size.
     Experts={"without": ("zero 3",)},
     ClipsByHand=_GRADIENTS,

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback
 
 from lightning_megatron import FaultTolerance, GradientMonitor, Monitor
-from lightning_megatron.strategy.observers import looks_at_gradients
+from lightning_megatron.strategy.code_inspection import looks_at_gradients
 from tests.strategy.small import Small
 
 

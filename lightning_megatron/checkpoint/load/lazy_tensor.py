@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import call_as_tensor, tensor_without_memory, tree_map
+from lightning_megatron._torch.graphs import tree_map
+from lightning_megatron._torch.state_dicts import call_as_tensor, tensor_without_memory
 
 _PROPERTIES = [
     "shape",

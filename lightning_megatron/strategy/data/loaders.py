@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
-from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
-from lightning_megatron.data.batch_sizes import BatchSizes
+from lightning_megatron._lightning.connectors import divide_data, divides_data
+from lightning_megatron._lightning.loaders import makes_training_loader
+from lightning_megatron.data.reading.batch_sizes import BatchSizes
+from lightning_megatron.data.reading.first_batches import compare_batches
+from lightning_megatron.data.reading.global_batch import schedule_of, sized
+from lightning_megatron.data.reading.seeding import seed_dataloader
+from lightning_megatron.data.reading.sharding import divide_predictions, share_of
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.batch_shares import BatchShares
-from lightning_megatron.strategy.data.first_batches import compare_batches
-from lightning_megatron.strategy.data.global_batch import schedule_of, sized
 from lightning_megatron.strategy.data.position import DataPosition
-from lightning_megatron.strategy.data.seeding import seed_dataloader
-from lightning_megatron.strategy.data.sharding import divide_predictions, share_of
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.topology.coordinates import groups_along

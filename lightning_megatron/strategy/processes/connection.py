@@ -18,11 +18,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron import env
-from lightning_megatron._lightning import (
-    default_backend,
-    destroy_group_at_exit,
-)
-from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
+from lightning_megatron._lightning.launch import default_backend, destroy_group_at_exit
+from lightning_megatron._torch.groups import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.launch import interfaces

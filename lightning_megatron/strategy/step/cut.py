@@ -21,9 +21,9 @@ from lightning_megatron.pipeline.microbatch import (
     batch_size_of,
     split,
 )
-from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch
 from lightning_megatron.topology.coordinates import experts_meet_samples
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.tuning.fit_memory import FittingMicrobatch
 
 
 class BatchCut:

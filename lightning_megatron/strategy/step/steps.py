@@ -30,10 +30,9 @@ from typing_extensions import override
 
 from lightning_megatron.adoption.generation import generate_together
 from lightning_megatron.comm.objects import ObjectBroadcast
-from lightning_megatron.data.shares import Portion
+from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, merge
 from lightning_megatron.pipeline.runner import Executor, LossOf, NoPipeline, Pipeline
 from lightning_megatron.pipeline.runner import Step as UserStep
@@ -43,13 +42,13 @@ from lightning_megatron.strategy.code_inspection import methods_of
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.router_bias import RouterBias
-from lightning_megatron.strategy.step.coupling import SampleCoupling
 from lightning_megatron.strategy.step.cut import BatchCut
 from lightning_megatron.strategy.step.evaluation import Evaluation
-from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch, NoReduction
 from lightning_megatron.strategy.step.forward import Forward
 from lightning_megatron.strategy.step.gradients import BatchGradients
-from lightning_megatron.strategy.step.loss import LossShare, loss_and_tokens
+from lightning_megatron.strategy.step.loss import LossShare, SampleCoupling, loss_and_tokens
+from lightning_megatron.tuning.fit_memory import FittingMicrobatch, NoReduction
+from lightning_megatron.zero.fully_sharded import FullySharded
 
 
 class Steps:

@@ -1,0 +1,492 @@
+"""Rules of torch's functions on split tensors: on each rank's part, or on the whole.
+
+A rule gets a function of torch and its arguments, some of which are split, and sees these as plain
+parts. It returns what the function would return for the whole tensors: a split tensor where each
+rank can compute its part of the result from its part of the arguments, else a whole tensor, equal
+on all tp ranks.
+
+===================================  ==============================================================
+elementwise functions                on the parts; other operands are sliced (`splits.beside`)
+along other dims than the split one  on the parts
+changes of shape                     on the parts, if these stay parts of equal size in order
+products of matrices                 on the parts, where batch, rows or columns are split; a sum
+                                     over tp where both operands are split along what is summed over
+along the split dim                  sums, means, logsumexp, softmax, argmax, maxima without a
+                                     gradient and losses from a few numbers of each rank
+everything else                      on the whole, gathered over tp (`on_whole`)
+===================================  ==============================================================
+
+The last line makes functions without a rule right, at the cost of an all-gather.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron._torch.graphs import EnableTorchFunction, tree_flatten, tree_map
+from lightning_megatron._torch.kernels import foreach_functions
+from lightning_megatron.comm.collectives import own_slice, start_gather
+from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.copied_view import CHANGES, as_views, changes, copies_in
+from lightning_megatron.whole.part_norms import norms
+from lightning_megatron.whole.splits import (
+    Split,
+    beside,
+    marked,
+    own_part,
+    split_of,
+    whole,
+    whole_shape,
+)
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = Callable[[Callable[..., Any], Args, Kwargs], Any]
+
+FOREACH = foreach_functions()
+"""Functions of lists of tensors, and the name of what each does to one."""
+REMEDY = (
+    "nearest valid: the same function on lightning_megatron.layers.whole(x), the whole tensor on "
+    "every tp rank, or gather_output=True in the ColumnParallelLinear that x comes from"
+)
+
+
+def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule: ``func`` of the whole tensors.
+
+    What changes a part in place, as those of weights and gradients, changes the whole, of which
+    this rank then keeps its part.
+
+    Raises:
+        ConfigError: ``func`` would change a part in place that has a gradient.
+    """
+    args, kwargs = by_place(func, args, kwargs)
+    changes_first = args and (changes(func) or communicates(func))
+    changed = args[0] if changes_first else kwargs.get("out")
+    if split_of(changed) is not None:
+        memory = "out" in kwargs or getattr(func, "__name__", "") == "__set__"
+        if not (memory or _learns(changed)):
+            return _written(func, args, kwargs)
+        name = getattr(func, "__name__", str(func))
+        raise ConfigError(
+            f"{CHANGES.get(name, name)}: changes in place, and not element by element, a "
+            f"tensor of which each tp rank holds a part; {REMEDY}"
+        )
+    given, (args, kwargs) = (args, kwargs), whole((args, kwargs))
+    return as_views(func(*args, **kwargs), copies_in((args, kwargs), given))
+
+
+def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    part: Tensor = args[0]
+    split = known_split(part)
+    with torch.no_grad():
+        changed = whole(part)
+        rest, kwargs = whole((args[1:], kwargs))
+        func(changed, *rest, **kwargs)
+        own_part(part).copy_(own_slice(changed, split.axis, split.dim))
+    return part
+
+
+def foreach(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of functions of lists of tensors: each by itself; norms go together over the ranks."""
+    name = FOREACH[func]
+    order: Any = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
+    if name == "norm" and order > 0 and not any(map(_learns, args[0])):
+        return norms(args[0], float(order), kwargs.get("dtype"))
+    each: Any = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+    found = []
+    with EnableTorchFunction():
+        for place in range(len(lists[0])):
+            own = [a[place] if isinstance(a, list | tuple) else a for a in args]
+            named = {k: v[place] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+            found.append(each(*own, **named))
+    return None if name.endswith("_") else found
+
+
+def by_place(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Give a function that changes its argument that by place; ``torch.nn.init`` names it."""
+    if args or not changes(func):
+        return args, kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+
+
+def communicates(func: Callable[..., Any]) -> bool:
+    """Whether a function may write into its argument what other ranks sent."""
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
+
+
+def on_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule: ``func`` of the parts; the result does not depend on the tensor's values or shape."""
+    return func(*args, **kwargs)
+
+
+def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of elementwise functions, with broadcasting."""
+    tensors = _tensors(args, kwargs)
+    found = _alike(tensors)
+    others = (changes(func) and split_of(args[0]) is None) or "out" in kwargs
+    if found is None or others or (func.__name__ == "where" and len(args) + len(kwargs) == 1):
+        return on_whole(func, args, kwargs)
+    first, split, from_right = found
+    size = first.shape[split.dim]
+
+    def fit(leaf: Any) -> Any:
+        return leaf if split_of(leaf) is not None else beside(leaf, size, from_right, split.axis)
+
+    if any(split_of(t) is None for t in tensors):
+        args = tuple(fit(a) for a in args)  # elementwise functions take no lists
+        kwargs = {name: fit(value) for name, value in kwargs.items()}
+    return marked_as(func(*args, **kwargs), first, from_right=from_right)
+
+
+def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``to``: another format on the part, another device on the whole."""
+    x, out = args[0], func(*args, **kwargs)
+    if not isinstance(out, Tensor):
+        return out
+    if split_of(x) is None or out.device.type != x.device.type:
+        return on_whole(func, args, kwargs)
+    return marked_as(out, x, x._split.dim)
+
+
+def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of random numbers: this rank's part of those that one process draws."""
+    x, split = args[0], split_of(args[0])
+    if split is None:
+        return on_whole(func, args, kwargs)
+    template = torch.empty(whole_shape(x, split), dtype=x.dtype, device=x.device)
+    drawn = own_slice(func(template, *args[1:], **kwargs), split.axis, split.dim).contiguous()
+    return marked_as(drawn, x, split.dim)
+
+
+def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of dropout: each rank draws its own mask."""
+    split = split_of(args[0] if args else None)
+    if split is None:
+        return on_whole(func, args, kwargs)
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    drops = bool(training) and p != 0  # else nothing is drawn, in one process either
+    with split.topology.rng.sharded() if drops else nullcontext():
+        return marked_as(func(*args, **kwargs), args[0], split.dim)
+
+
+def along(
+    position: int, *, keeps: bool = False, special: Rule | None = None, last: bool = False
+) -> Rule:
+    """Make the rule of functions that work along a dim, or several.
+
+    Args:
+        position: position of the argument that names the dims.
+        keeps: whether the result has these dims, whatever ``keepdim`` says.
+        special: rule if the split dim is among them; `on_whole` when None.
+        last: whether the default is the last dim; else it is all dims.
+    """
+
+    def rule(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        x: Any = args[0] if args else kwargs.get("input")
+        split = split_of(x)
+        if split is None or len(_tensors(args, kwargs)) > 1 or "out" in kwargs:
+            return on_whole(func, args, kwargs)
+        dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else ...))
+        if dim is ...:
+            dim = -1 if last else None
+        dims = dims_of(dim, x.dim())
+        if dims is None:
+            return on_whole(func, args, kwargs)
+        if split.dim in dims:
+            return (special or on_whole)(func, args, kwargs)
+        out = func(*args, **kwargs)
+        flags = [a for a in args[position + 1 :] if isinstance(a, bool)]  # the last is keepdim
+        kept = keeps or kwargs.get("keepdim", bool(flags) and flags[-1])
+        return marked_as(out, x, split.dim - (0 if kept else sum(d < split.dim for d in dims)))
+
+    return rule
+
+
+def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
+    """Dims that an argument names, all if it names none; None if it is no number."""
+    if dim is None or dim == ():
+        return tuple(range(count))
+    dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
+    return tuple(d % count for d in dims) if all(isinstance(d, int) for d in dims) else None
+
+
+def summed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of the sum over the split dim."""
+    return reduce_from(func(*args, **kwargs), args[0]._split.axis)
+
+
+def averaged(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of the mean over the split dim, of parts of equal size."""
+    axis = args[0]._split.axis
+    return reduce_from(func(*args, **kwargs), axis) / axis.size
+
+
+def log_sum_exp(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``logsumexp`` over the split dim."""
+    of_part = func(*args, **kwargs)
+    return gather_from(of_part.unsqueeze(0), args[0]._split.axis, 0).logsumexp(0)
+
+
+def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``log_softmax`` along the split dim; each rank has its part of the result."""
+    x, split = args[0], args[0]._split
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
+    if dim is None:  # F.softmax then guesses it
+        return on_whole(func, args, kwargs)
+    wide = x.to(dtype or _softmax_dtype(x))
+    lse = gather_from(wide.logsumexp(dim, keepdim=True).unsqueeze(0), split.axis, 0).logsumexp(0)
+    out = wide - copy_to(lse, split.axis)
+    return marked_as(
+        out if dtype or out.dtype == _result_dtype(x) else out.to(x.dtype), x, split.dim
+    )
+
+
+def normed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of the norm of all elements: the norm of the norms of the parts."""
+    x = args[0]
+    order, dim, _, dtype = given_by(args, kwargs, p=2.0, dim=None, keepdim=False, dtype=None)
+    order = 2.0 if order in (None, "fro") else kwargs.get("ord", order)
+    if dim is not None or isinstance(order, str) or order <= 0:
+        return on_whole(func, args, kwargs)
+    wide = dtype or torch.promote_types(x.dtype, torch.float32)
+    local = torch.linalg.vector_norm(own_part(x), order, dtype=wide)
+    norm = torch.linalg.vector_norm(gather_from(local.view(1), x._split.axis, 0), order)
+    return norm.to(dtype or x.dtype)
+
+
+def softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``softmax`` along the split dim; each rank has its part of the result."""
+    out = log_softmax(func, args, kwargs)
+    return out if split_of(out) is None else marked_as(out.exp(), args[0], args[0]._split.dim)
+
+
+def _softmax_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """Format of a softmax of ``x``: float32 under autocast."""
+    return _softmax_dtype(x) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def extremum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``argmax``, ``max``, ``amax`` and the minima along the split dim, without gradient.
+
+    Among equal numbers torch takes the first, so the first rank's. The gradient of ``amax`` is
+    spread over all equal numbers, which takes the whole tensor.
+    """
+    x, name = args[0], func.__name__
+    dim, keepdim = given_by(args, kwargs, dim=None, keepdim=False)
+    if (_learns(x) and not name.startswith("arg")) or not isinstance(dim, int):
+        return on_whole(func, args, kwargs)
+    axis, least = x._split.axis, name.endswith("min")
+    values, places = (x.min if least else x.max)(dim, keepdim=True)
+    size = x.shape[dim]
+    of_all = _parts(values.detach(), axis)
+    owner = (of_all.argmin if least else of_all.argmax)(0, keepdim=True)
+    value = of_all.gather(0, owner).squeeze(0)
+    place = _parts(places + size * axis.rank, axis).gather(0, owner).squeeze(0)
+    if not keepdim:
+        value, place = value.squeeze(dim), place.squeeze(dim)
+    if name.startswith("arg"):
+        return place
+    if name in ("amax", "amin"):
+        return value
+    kind = torch.return_types.min if least else torch.return_types.max
+    return kind((value, place))
+
+
+def pair_or_along(rule: Rule) -> Rule:
+    """Make the rule of ``max(x, y)``, or ``rule`` if there is one tensor."""
+
+    def either(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        pair = len(_tensors(args, kwargs)) > 1
+        return (elementwise if pair else rule)(func, args, kwargs)
+
+    return either
+
+
+def _parts(x: Tensor, axis: Axis) -> Tensor:
+    """Gather ``x`` of all ranks on a new dim 0; no gradient passes."""
+    return start_gather(x.unsqueeze(0), axis, 0).wait()
+
+
+def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``a @ b``."""
+    a, b = (*args, None, None)[:2]
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 2:
+        return on_whole(func, args, kwargs)
+    if func.__name__ == "__rmatmul__":
+        a, b, func = b, a, torch.matmul
+    in_a, in_b = (None if split_of(t) is None else t.dim() - known_split(t).dim for t in (a, b))
+    axis = _splits((a, b), {})[0].axis
+    if in_a == 1 and in_b == 2:
+        return reduce_from(func(a, b), axis)
+    if in_a is not None and in_a > 1 and (in_b == in_a > 2 or in_b is None):
+        other = copy_to(b, axis) if in_a == 2 and _learns(b) else b
+        if in_a > 2 and in_b is None:
+            other = beside(b, a.shape[-in_a], in_a, axis)
+        return marked_as(func(a, other), a, from_right=in_a)
+    if in_a is None and in_b is not None and in_b != 2:
+        other = copy_to(a, axis) if _learns(a) else a
+        if in_b > 2:
+            other = beside(a, b.shape[-in_b], in_b, axis)
+        return marked_as(func(other, b), b, from_right=in_b)
+    return on_whole(func, args, kwargs)
+
+
+def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``F.linear`` on a tensor that is split along another dim than the features."""
+    x, split = args[0], split_of(args[0])
+    if split is None:
+        return _linear_of_part(func, args, kwargs)
+    if split.dim == x.dim() - 1 or len(_splits(args, kwargs)) > 1:
+        return on_whole(func, args, kwargs)
+    rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
+    return marked_as(func(x, *rest, **kwargs), x, split.dim)
+
+
+def _linear_of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Features that follow from this rank's rows of a weight, as a split tensor."""
+    x, weight, bias = (*args, kwargs.get("weight"), kwargs.get("bias"))[:3]
+    split = split_of(weight)
+    if split is None or split.dim != 0 or weight.dim() != 2 or len(args) < 2:
+        return on_whole(func, args, kwargs)
+    if bias is not None and split_of(bias) is None:
+        bias = beside(bias, weight.shape[0], 1, split.axis)
+    out = func(copy_to(x, split.axis) if _learns(x) else x, own_part(weight), bias)
+    return marked(out, type(weight), split.topology, out.dim() - 1)
+
+
+def layer_norm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of norms over the last dims, if the split dim is not among them."""
+    x, split = args[0], split_of(args[0])
+    (shape,) = given_by(args, kwargs, normalized_shape=())
+    if split is None or split.dim >= x.dim() - len(shape) or len(_splits(args, kwargs)) > 1:
+        return on_whole(func, args, kwargs)
+    rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
+    return marked_as(func(x, *rest, **kwargs), x, split.dim)
+
+
+def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``scaled_dot_product_attention`` on tensors that are split by heads."""
+    names = ("query", "key", "value")
+    given = [*args[:3], *(kwargs[name] for name in names[len(args[:3]) :])]
+    q, split = given[0], split_of(given[0])
+    if split is None or len({split_of(t) for t in given}) > 1 or split.dim >= q.dim() - 2:
+        return on_whole(func, args, kwargs)
+    size, place = q.shape[split.dim], q.dim() - split.dim
+
+    def fit(leaf: Any) -> Any:
+        return leaf if split_of(leaf) is not None else beside(leaf, size, place, split.axis)
+
+    args, kwargs = tree_map(fit, (args, kwargs))
+    drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) != 0
+    with split.topology.rng.sharded() if drops else nullcontext():
+        return marked_as(func(*args, **kwargs), q, split.dim)
+
+
+def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``gather`` along the split dim: own values and zeros, summed over the ranks.
+
+    Raises:
+        IndexError: an index lies outside the dim (found on CPU only).
+    """
+    x, split = args[0], split_of(args[0])
+    dim, index = given_by(args, kwargs, dim=None, index=None)
+    if split is None or split_of(index) is not None or dim is None or "out" in kwargs:
+        return on_whole(func, args, kwargs)
+    dim, size = dim % x.dim(), x.shape[split.dim]
+    if dim != split.dim:
+        return on_whole(func, args, kwargs)
+    if index.device.type == "cpu" and bool(((index < 0) | (index >= size * split.axis.size)).any()):
+        raise IndexError(f"index out of bounds for dimension {dim} of {size * split.axis.size}")
+    local = index - size * split.axis.rank
+    foreign = (local < 0) | (local >= size)
+    found = own_part(x).gather(dim, local.masked_fill(foreign, 0)).masked_fill(foreign, 0)
+    return reduce_from(found, split.axis)
+
+
+def _used_by_each(tree: Any, axis: Axis) -> Any:
+    """Weights whose gradient is a sum over ranks."""
+    return tree_map(lambda leaf: copy_to(leaf, axis) if _learns(leaf) else leaf, tree)
+
+
+def _learns(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+
+
+_FLAT = (Tensor, int, float)
+
+
+def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    if not kwargs and all(isinstance(a, _FLAT) for a in args):
+        return [a for a in args if isinstance(a, Tensor)]
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+
+
+def _splits(args: Args, kwargs: Kwargs) -> list[Split]:
+    return [s for s in (split_of(t) for t in _tensors(args, kwargs)) if s is not None]
+
+
+def _alike(tensors: Iterable[Tensor]) -> tuple[Tensor, Split, int] | None:
+    """Find a split tensor, its split and split dim from the right, if all split ones agree."""
+    found: tuple[Tensor, Split, int] | None = None
+    for x in tensors:
+        split = split_of(x)
+        if split is None:
+            continue
+        place = x.dim() - split.dim
+        if found is None:
+            found = x, split, place
+        elif place != found[2] or x.shape[-place] != found[0].shape[-place]:
+            return None
+    return found
+
+
+def known_split(x: Any) -> Split:
+    """Split of ``x``, which must be split."""
+    found: Split = x._split
+    return found
+
+
+def given_by(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
+    """Arguments after the first, by name or place."""
+    return tuple(
+        kwargs.get(name, args[place] if len(args) > place else default)
+        for place, (name, default) in enumerate(defaults.items(), 1)
+    )
+
+
+def marked_as(out: Any, like: Tensor, dim: int = 0, *, from_right: int | None = None) -> Any:
+    """Mark a result, computed from the part ``like``: a tensor, or a sequence of tensors."""
+    topology = known_split(like).topology
+    for tensor in (out,) if isinstance(out, Tensor) else out:
+        place = dim if from_right is None else tensor.dim() - from_right
+        marked(tensor, type(like), topology, place)
+    return out
+
+
+def functions(*names: str) -> list[Callable[..., Any]]:
+    """Functions of torch, ``torch.nn.functional`` and tensors with these names."""
+    spaces = (torch, F, Tensor, torch.special)
+    return [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
+
+
+def name_of(func: Any) -> str:
+    """Name of a function, a method, an in-place method or an attribute."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        name = str(getattr(func.__self__, "__name__", name))
+    return name.strip("_").removeprefix("linalg_")

@@ -1,0 +1,259 @@
+"""Rules of views, chunks and indices of split tensors, as in `whole.split_rules`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import own_slice
+from lightning_megatron.whole.split_rules import (
+    Args,
+    Kwargs,
+    dims_of,
+    given_by,
+    known_split,
+    marked_as,
+    on_whole,
+)
+from lightning_megatron.whole.splits import Split, beside, split_of, whole, whole_shape
+
+
+def reshape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``view`` and ``reshape``, by the sizes of the whole or else of the part."""
+    x, shape = args[0], kwargs.get("shape", kwargs.get("size"))
+    if shape is None:
+        shape = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
+    if split_of(x) is None or not all(isinstance(n, int) for n in shape):
+        return on_whole(func, args, kwargs)
+    found = _reshaped(func, x, tuple(shape))
+    return on_whole(func, args, kwargs) if found is None else found
+
+
+def _reshaped(func: Callable[..., Any], x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    found = _local_shape(x, known_split(x), shape)
+    if found is None:
+        return None
+    local, dim = found
+    out: Tensor = marked_as(
+        x.view(local) if getattr(func, "__name__", "") == "view" else x.reshape(local), x, dim
+    )
+    return out
+
+
+def _local_shape(
+    x: Tensor, split: Split, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int] | None:
+    """Shape and split dim of the part when the whole gets ``shape``; None if it is no part of it.
+
+    A part is an interval of the split dim, for each index of the dims before it. So those dims must
+    be kept or merged among themselves, and the next dim must be divisible.
+    """
+    p, before = split.axis.size, math.prod(x.shape[: split.dim])
+    count = x.numel() * p
+    if -1 in shape:
+        known = -math.prod(shape)
+        if known == 0 or count % known:
+            return None
+        shape = tuple(count // known if n == -1 else n for n in shape)
+    of_part = math.prod(shape) == x.numel() != count
+    if not of_part and math.prod(shape) != count:
+        return None
+    starts = [e for e in range(len(shape)) if math.prod(shape[:e]) == before]
+    if of_part:
+        starts = [e for e in starts if shape[e] != 1] or starts[-1:]
+        return (shape, starts[0]) if starts else None
+    for e in starts:
+        if shape[e] % p == 0:
+            return (*shape[:e], shape[e] // p, *shape[e + 1 :]), e
+    return None
+
+
+def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``view_as`` and ``reshape_as`` on a tensor that is split alike.
+
+    Autograd functions that return their input view it as itself: hooks of modules' backwards, and
+    FSDP2's on the inputs of a unit.
+    """
+    x, other = (*args, None)[:2]
+    if split_of(x) is None or split_of(x) != split_of(other):
+        return on_whole(func, args, kwargs)
+    return marked_as(func(x, other), x, known_split(x).dim)
+
+
+def flatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``flatten``."""
+    x = args[0]
+    start, end = given_by(args, kwargs, start_dim=0, end_dim=-1)
+    if split_of(x) is None:
+        return on_whole(func, args, kwargs)
+    shape, n = whole_shape(x, x._split), x.dim()
+    start, end = start % n, end % n
+    merged = (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
+    found = _reshaped(func, x, merged)
+    return on_whole(func, args, kwargs) if found is None else found
+
+
+def unflatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``unflatten``."""
+    x = args[0]
+    dim, sizes = given_by(args, kwargs, dim=0, sizes=())
+    if split_of(x) is None or not isinstance(dim, int):
+        return on_whole(func, args, kwargs)
+    shape, dim = whole_shape(x, x._split), dim % x.dim()
+    known = -math.prod(sizes)
+    cut = [shape[dim] // known if n == -1 else n for n in sizes]
+    found = _reshaped(func, x, (*shape[:dim], *cut, *shape[dim + 1 :]))
+    return on_whole(func, args, kwargs) if found is None else found
+
+
+def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of permutations, and of dims of size 1 that come or go."""
+    x = args[0]
+    split = split_of(x)
+    if split is None:
+        return on_whole(func, args, kwargs)
+    # A tensor without memory, whose split dim alone has a size that is not 1.
+    probe = torch.empty(
+        [2 if d == split.dim else 1 for d in range(x.dim())], device="meta", dtype=torch.bool
+    )
+    out = func(*args, **kwargs)
+    return marked_as(out, x, tuple(func(probe, *args[1:], **kwargs).shape).index(2))
+
+
+def squeezed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``squeeze``, by the sizes of the whole: the split dim stays."""
+    x, split = args[0], split_of(args[0])
+    (dim,) = given_by(args, kwargs, dim=None)
+    dims = None if split is None else dims_of(dim, x.dim())
+    if split is None or dims is None:
+        return on_whole(func, args, kwargs)
+    gone = tuple(d for d in dims if x.shape[d] == 1 and d != split.dim)
+    return marked_as(x.squeeze(gone), x, split.dim - sum(d < split.dim for d in gone))
+
+
+def chunked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``chunk``, ``split``, ``narrow`` and ``index_select``."""
+    x, split = args[0], split_of(args[0])
+    place = 1 if func.__name__ in ("index_select", "narrow") else 2
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+    dims = dims_of(dim, x.dim()) if split is not None else None
+    if split is None or dims is None or split.dim in dims:
+        return on_whole(func, args, kwargs)
+    return marked_as(func(*args, **kwargs), x, split.dim)
+
+
+def without_a_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``select`` and ``unbind``."""
+    x, split = args[0], split_of(args[0])
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if split is None or split.dim == dim % x.dim():
+        return on_whole(func, args, kwargs)
+    out = func(*args, **kwargs)
+    return marked_as(out, x, split.dim - (dim % x.dim() < split.dim))
+
+
+def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``cat`` and ``stack`` along another dim."""
+    (tensors,), rest = args[:1], args[1:]
+    dim = kwargs.get("dim", rest[0] if rest else 0)
+    splits = {split_of(t) for t in tensors}
+    (split, *others) = splits
+    if others or split is None or "out" in kwargs:
+        return on_whole(func, args, kwargs)
+    stacks = func.__name__ == "stack"
+    dim %= tensors[0].dim() + stacks
+    if not stacks and dim == split.dim:
+        return on_whole(func, args, kwargs)
+    return marked_as(func(*args, **kwargs), tensors[0], split.dim + (stacks and dim <= split.dim))
+
+
+def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``expand``, to sizes of the whole."""
+    x, split = args[0], split_of(args[0])
+    sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
+    if split is None or kwargs:
+        return on_whole(func, args, kwargs)
+    sizes, place = list(sizes), split.dim - x.dim()
+    if sizes[place] == x.shape[place] * split.axis.size:
+        sizes[place] = -1
+    return marked_as(x.expand(sizes), x, from_right=-place)
+
+
+def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``repeat_interleave`` by a number: each rank repeats its own part."""
+    x, split = args[0], split_of(args[0])
+    times, dim = given_by(args, kwargs, repeats=1, dim=None)
+    if split is None or dim is None or not isinstance(times, int):
+        return on_whole(func, args, kwargs)
+    return marked_as(func(*args, **kwargs), x, split.dim)
+
+
+def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``x[...]``."""
+    x, index = args
+    split = split_of(x)
+    place = None if split is None else _kept_by(index, x, split)
+    if place is None:
+        return on_whole(func, args, kwargs)
+    return marked_as(func(x, index), x, from_right=place)
+
+
+def set_item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``x[...] = y``, if every rank has its part of the change, or ``y`` is a number."""
+    x, index, value = args
+    split = split_of(x)
+    if split is None:
+        return on_whole(func, args, kwargs)
+    place = _kept_by(index, x, split)
+    size = x.shape[split.dim]
+    if place is not None:
+        kept = split_of(value)
+        if kept is None:
+            value = beside(value, size, place, split.axis)
+        elif value.dim() - kept.dim != place:
+            return on_whole(func, args, kwargs)
+        return func(x, index, value)
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return on_whole(func, args, kwargs)
+    (index,) = (whole(index),) if isinstance(index, Tensor) else (index,)
+    mask = torch.zeros(whole_shape(x, split), dtype=torch.bool, device=x.device)
+    mask[index] = True
+    x.masked_fill_(own_slice(mask, split.axis, split.dim), value)
+    return None
+
+
+def _kept_by(index: Any, x: Tensor, split: Split) -> int | None:
+    """Split dim of ``x[index]``, from the right; None if ranks would select different indices."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(split_of(i) is not None for i in items):
+        return None
+    used = sum(_consumes(i) for i in items)
+    dots = next((n for n, i in enumerate(items) if i is Ellipsis), len(items))
+    items[dots : dots + 1] = [slice(None)] * (x.dim() - used)
+    dim, place, found = 0, 0, False
+    for i in items:
+        taken = _consumes(i)
+        if dim <= split.dim < dim + taken:
+            if not isinstance(i, slice) or not _takes_all(i, x.shape[split.dim] * split.axis.size):
+                return None
+            place, found = 1, True
+        elif found:
+            if not (i is None or isinstance(i, slice | int)) or isinstance(i, bool):
+                return None
+            place += i is None or isinstance(i, slice)
+        dim += taken
+    return place if found else None
+
+
+def _consumes(index: Any) -> int:
+    if index is None or index is Ellipsis or isinstance(index, bool):
+        return 0
+    if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+        return index.dim()
+    return 1
+
+
+def _takes_all(part: slice, size: int) -> bool:
+    return part.indices(size) == (0, size, 1)
