@@ -60,7 +60,7 @@ def _joined(front: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     return joined
 
 
-RUN_STATE = ("_gathered", "_divided", "meet")
+RUN_STATE = ("_gathered", "_divided", "writers")
 """Attributes that a run gives an adopted module, and that no file holds."""
 
 

@@ -41,7 +41,7 @@ from lightning_megatron.checkpoint.chunks import (
     whole,
 )
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
@@ -335,7 +335,7 @@ class WholeState:
         return ours
 
     def _exchange(self, mine: Any) -> list[Any]:
-        return self._peers.collect(mine)
+        return self._peers.all_gather(mine)
 
 
 def edits_state(module: nn.Module) -> bool:

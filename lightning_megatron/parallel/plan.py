@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_megatron._torch.fsdp import class_name
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, whole_numbers
 from lightning_megatron.layers.base import ParallelLayer, is_expert_layer
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.context_problems import context_problems
@@ -114,11 +114,8 @@ class PipelineConfig:
                 f"pp.scatter_gather={self.scatter_gather!r}: must be 'auto', True or False; "
                 "nearest valid: scatter_gather='auto'"
             )
-        if length is not None and (not isinstance(length, int) or length < 1):
-            problems.append(
-                f"pp.sequence_length={length!r}: must be a whole number of at least 1; "
-                "nearest valid: sequence_length=1"
-            )
+        if length is not None:
+            problems += [f"pp.{problem}" for problem in whole_numbers(1, sequence_length=length)]
         return problems
 
 

@@ -42,7 +42,7 @@ def restore(parallel: ParallelModule) -> None:
             set_gemm_backend(child, None)
         if isinstance(child, ParallelLayer):
             child.withdraw()
-        child.__dict__.pop("meet", None)  # of models that generate
+        child.__dict__.pop("writers", None)  # of models that generate
         if isinstance(child, PipelineSequential):
             child.connect(None)
             child.split_sequences(None)

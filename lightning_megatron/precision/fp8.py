@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._torch.fsdp import gather_through
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import lists_of_names, raise_if_any, switches, whole_numbers
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.layers.experts.stack import Experts
@@ -418,7 +419,7 @@ class Fp8Precision(MixedShardedPrecision):
             return counts
         rows = {name: h.history[: h.steps].tolist() for name, h in self._histories().items()}
         for axis in (topology.ep, topology.pp):
-            rows = {k: v for part in axis.all_gather_object(rows) for k, v in part.items()}
+            rows = {k: v for part in Peers.over(axis).all_gather(rows) for k, v in part.items()}
         return {**counts, "amax_history": rows}
 
     @override

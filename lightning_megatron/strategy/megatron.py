@@ -52,7 +52,7 @@ from lightning_megatron._lightning.loops import (
 )
 from lightning_megatron._lightning.warnings import hide_pytree_warning
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
@@ -835,7 +835,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of global rank ``src``, on all processes."""
-        return collectives.broadcast(obj, src)
+        return Peers().broadcast(obj, src)
 
     @override
     def reduce(
@@ -872,7 +872,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) of the processes of the job decided so."""
-        return collectives.agree(decision, self.root_device, all=all)
+        return Peers().vote(decision, self.root_device, all=all)
 
     # End ------------------------------------------------------------------------------------------
 

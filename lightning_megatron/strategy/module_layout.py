@@ -24,6 +24,7 @@ from lightning_megatron._lightning.hooks import call_module_hook, set_device_mes
 from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.build.meta_build import Attempt, refuse_spread
 from lightning_megatron.build.written_values import WrittenValues
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
@@ -87,7 +88,7 @@ class ModuleLayout:
             return earlier.topology
         seed = env.global_seed()
         if seed is None:
-            seed = int(collectives.broadcast(random.SystemRandom().getrandbits(31), 0))
+            seed = int(Peers().broadcast(random.SystemRandom().getrandbits(31)))
         topology = Topology(
             degrees,
             run.root_device,
@@ -138,10 +139,10 @@ class ModuleLayout:
         if self._run.world_size == 1:
             return self._written is not None
         mine = None if self._written is None else self._written.signature()
-        return self._all_agree(mine is not None and mine == collectives.broadcast(mine, 0))
+        return self._all_agree(mine is not None and mine == Peers().broadcast(mine))
 
     def _all_agree(self, decision: bool) -> bool:
-        return collectives.agree(decision, self._run.root_device, all=True)
+        return Peers().vote(decision, self._run.root_device, all=True)
 
     def put(self, *, sync_batch_norm: bool) -> ParallelModule:
         """The module on its layout; collective.

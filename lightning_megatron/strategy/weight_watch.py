@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron._torch.graphs import WRAPPER_NAMES
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.strategy.group_weights import GroupWeights
 from lightning_megatron.strategy.run import Run
@@ -140,7 +141,7 @@ class WeightWatch:
         for name, item in zip(trunk.item_names, trunk.items(), strict=True):
             if not isinstance(item, RemoteItem):
                 mine[name] = self._describe(item, roles, groups)
-        ranks: Sequence[Mapping[str, _Item]] = topology.pp.all_gather_object(mine)
+        ranks: Sequence[Mapping[str, _Item]] = Peers.over(topology.pp).all_gather(mine)
         known: dict[str, StageWeight] = {}
         for items in ranks:  # a weight that several have belongs to the first
             for found in items.values():

@@ -1,7 +1,6 @@
 """Place of this process on one axis of the layout, and the axis' process group."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -39,14 +38,6 @@ class Axis:
     def size(self) -> int:
         """Degree of the axis."""
         return len(self.ranks)
-
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        """Gather an object of every rank, in axis order; collective over the axis."""
-        if self.group is None:
-            return [mine]
-        by_group_rank: list[Any] = [None] * self.size
-        dist.all_gather_object(by_group_rank, mine, group=self.group)
-        return [by_group_rank[dist.get_group_rank(self.group, rank)] for rank in self.ranks]
 
     def forget_group(self) -> None:
         """Drop a group that was destroyed: its threads live as long as a reference to it."""

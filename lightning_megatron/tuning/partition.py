@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import ItemTimes
@@ -81,8 +81,9 @@ class MeasuredPartition(Tuner):
         self.report: PartitionReport | None = None
         self._seen = 0
         self._done = False
-        pp = host.parallel.topology.pp
-        raise_if_any(relayout.group_problems(host.optimizers, pp.size, pp.group))
+        raise_if_any(
+            relayout.group_problems(host.optimizers, Peers.over(host.parallel.topology.pp))
+        )
 
     @property
     @override
@@ -113,7 +114,7 @@ class MeasuredPartition(Tuner):
 
     def _decide(self, times: ItemTimes) -> None:
         parallel = self._host.parallel
-        hindrances = Peers(self._host.host_group).collect(relayout.obstacle(self._host))
+        hindrances = Peers(self._host.host_group).all_gather(relayout.obstacle(self._host))
         forward, backward, weight, step = _over_all_ranks(
             times, sum(len(part) for part in parallel.stages), parallel.topology
         )

@@ -28,10 +28,10 @@ from functools import partial, reduce
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.parallel.activations.checkpointing import measure, recompute_each
@@ -183,10 +183,7 @@ class AdaptiveMemory(Tuner):
         if config.limit_gib is not None:
             return int(config.limit_gib * 2**30), memory
         assert config.limit_fraction is not None
-        everyone = [(socket.gethostname(), memory)]
-        if topology.world_size > 1:
-            everyone = everyone * topology.world_size
-            dist.all_gather_object(everyone, everyone[0])
+        everyone = Peers().all_gather((socket.gethostname(), memory))
         if topology.device.type == "cpu":
             hosts = [host for host, _ in everyone]
             everyone = [(host, size // hosts.count(host)) for host, size in everyone]
@@ -239,10 +236,7 @@ class AdaptiveMemory(Tuner):
             some of them.
         """
         own = self._found, self._count, bool(self._found) or not self._blocks
-        everyone = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [own] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
+        everyone = Peers().all_gather(own)
         merged: dict[tuple[int, str], Measured] = {}
         for held, _, _ in everyone:
             for name, block in held.items():

@@ -36,9 +36,9 @@ from lightning_megatron.checkpoint.chunk_exchange import ChunkExchange
 from lightning_megatron.checkpoint.chunks import Chunk, own_chunks, whole
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.optimizer_state import OptimizerRestore, capture_optimizer
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.save_plan import OPTIMIZER_PREFIX
 from lightning_megatron.checkpoint.trainer_state.codec import Decoder, Encoder
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize_again
 from lightning_megatron.parallel.skeleton import (
@@ -107,7 +107,7 @@ def relayout(host: Host, transforms: Transforms) -> None:
     peers.run(_WHAT, lambda: described.append(_describe(host)), lambda _: None)
     before, notes = described.pop()
     exchange = ChunkExchange(_WHAT, before.take(), peers=peers, device=topology.device)
-    everyone = [_decode(*parts) for parts in topology.pp.all_gather_object(notes)]
+    everyone = [_decode(*parts) for parts in Peers.over(topology.pp).all_gather(notes)]
     beside = [_empty(optimizer, trunk) for optimizer in optimizers]
     spare = parallel.spare
     del parallel, before
@@ -136,15 +136,12 @@ def obstacle(host: Host) -> str | None:
     return None
 
 
-def group_problems(
-    optimizers: Sequence[Optimizer], pp: int, group: dist.ProcessGroup | None
-) -> list[str]:
+def group_problems(optimizers: Sequence[Optimizer], peers: Peers) -> list[str]:
     """Whether parameters can change stages within each group of the optimizers; collective.
 
     Args:
         optimizers: of this rank.
-        pp: number of pipeline ranks.
-        group: of these ranks.
+        peers: the pipeline ranks.
     """
     mine = [
         [
@@ -153,8 +150,7 @@ def group_problems(
         ]
         for groups in (optimizer.param_groups for optimizer in optimizers)
     ]
-    everyone: list[Any] = [mine] * pp
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = peers.all_gather(mine)
     if all(other == everyone[0] for other in everyone):
         return []
     return [

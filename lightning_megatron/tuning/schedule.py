@@ -9,9 +9,9 @@ schedules compute the same gradients, the change does not show in the loss.
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import Bubble
@@ -92,7 +92,7 @@ class AutoSchedule(Tuner):
             self._choose(count, self._gather(own))
 
     def _gather(self, own: dict[int, int]) -> list[int]:
-        by_rank: list[dict[int, int]] = self._pp.all_gather_object(own)
+        by_rank: list[dict[int, int]] = Peers.over(self._pp).all_gather(own)
         merged = {stage: size for held in by_rank for stage, size in held.items()}
         return [merged[stage] for stage in sorted(merged)]
 
@@ -111,13 +111,12 @@ class AutoSchedule(Tuner):
             activation=[size / 2**30 for size in activations],
         )
         # Pipelines of other data-parallel and tp ranks have measured other times.
-        box: list[StageCosts] = [costs]
-        dist.broadcast_object_list(box, src=0)
+        costs = Peers().broadcast(costs)
         try:
             choice = choose_schedule(
                 self._pp.size,
                 count,
-                {self._stages: box[0]},
+                {self._stages: costs},
                 self._limit,
                 PLACED[self._stages],
                 limit_name="activation_gib",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequential
 from lightning_megatron.checkpoint.chunks import own_chunks, parameter_names
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import Transforms
 from lightning_megatron.testing import WorkerPool
@@ -83,7 +83,7 @@ def everything(strategy: MegatronStrategy) -> dict[str, Tensor]:
         for n, c in found.items()
     }
     whole: dict[str, Tensor] = {}
-    for part in Peers(strategy.host_group).collect(mine):
+    for part in Peers(strategy.host_group).all_gather(mine):
         for name, (shape, rectangles) in part.items():
             for offsets, tensor in rectangles:
                 full = whole.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
@@ -98,7 +98,7 @@ def counters(strategy: MegatronStrategy, module: Any) -> dict[int, list[float]]:
     """Counters of the items on the ranks with these data, by item."""
     mine = {i: m.seen.tolist() for i, m in enumerate(module.trunk.layers) if hasattr(m, "seen")}
     found: dict[int, list[float]] = {}
-    for part in strategy.topology.pp.all_gather_object(mine):
+    for part in Peers.over(strategy.topology.pp).all_gather(mine):
         found |= part
     return dict(sorted(found.items()))
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 
@@ -80,8 +80,7 @@ def compare_batches(batch: Any, names: list[str], topology: Topology, group: Any
         ConfigError: ranks that work on the same batch read different samples.
     """
     mine = topology.batch.rank, *fingerprints(batch)
-    found: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(found, mine, group=group)
+    found = Peers(group).all_gather(mine)
     whose = " and ".join(names)
     whole = {at: seen for at, seen, _ in reversed(found)}
     odd = [rank for rank, (at, seen, _) in enumerate(found) if whole[at] != seen]

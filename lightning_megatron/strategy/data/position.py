@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
@@ -47,6 +46,7 @@ from lightning_megatron._lightning.loops import (
     validates_first,
 )
 from lightning_megatron._lightning.warnings import hide_resuming_warning
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.data.reading.iterable_datasets import (
@@ -539,8 +539,6 @@ def _states_of_ranks(mine: list[Any], topology: Topology, group: Any) -> list[An
         return [None] * topology.batch.size
     if topology.world_size == 1:
         return [mine]
-    first = dist.get_rank() == 0
-    gathered: list[Any] | None = [None] * topology.world_size if first else None
-    dist.gather_object((topology.batch.rank, mine), gathered, group=group)
-    by_rank = dict(reversed(gathered or []))
+    gathered = Peers(group).gather((topology.batch.rank, mine)) or []
+    by_rank = dict(reversed(gathered))
     return [by_rank[rank] for rank in sorted(by_rank)]

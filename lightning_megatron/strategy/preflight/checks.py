@@ -40,7 +40,7 @@ from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.build.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.data.reading.global_batch import schedule_of
 from lightning_megatron.data.reading.lengths import TokenBudget
-from lightning_megatron.errors import ConfigError, switches
+from lightning_megatron.errors import ConfigError, switches, whole_numbers
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.parallel.activations.config import ActivationConfig
@@ -227,17 +227,9 @@ class LayoutOptions:
         return problems
 
     def _microbatch_problems(self) -> list[str]:
-        problems = [
-            f"{name}={value!r}: must be a whole number of at least 1; nearest valid: {name}=1"
-            for name, value in (
-                (
-                    "microbatch_size",
-                    None if self.microbatch_size == AUTO_SIZE else self.microbatch_size,
-                ),
-                ("num_microbatches", self.num_microbatches),
-            )
-            if value is not None and _whole(value) < 1
-        ]
+        size = None if self.microbatch_size == AUTO_SIZE else self.microbatch_size
+        given = {"microbatch_size": size, "num_microbatches": self.num_microbatches}
+        problems = whole_numbers(1, **{n: v for n, v in given.items() if v is not None})
         if self.microbatch_size is not None and self.num_microbatches is not None:
             problems.append(
                 f"microbatch_size={self.microbatch_size}, num_microbatches="

@@ -28,6 +28,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.adoption.generation import generate_together
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
@@ -38,7 +39,6 @@ from lightning_megatron.pipeline.runner import Step as UserStep
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.strategy.code_inspection import methods_of
-from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.router_bias import RouterBias

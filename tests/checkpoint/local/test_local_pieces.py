@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.local.directory import (
 )
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.transfer import BLOCK_BYTES, Transfer, exchange
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.testing import WorkerPool
 

@@ -1,13 +1,19 @@
-"""`Peers`: ranks that do one thing together and agree on whether it worked.
+"""`Peers`: the one way in which ranks exchange small Python values while they have process groups.
 
-Every step of saving and loading may fail on one rank only: a full disk, a parameter that only one
-stage holds. If that rank alone raised, its peers would wait for it in the next collective until the
-timeout. `Peers.run` prevents that: each rank does its part, the first rank sees all outcomes and
-makes the result, and every rank then returns the same result or raises the same error. It costs one
-gather and one broadcast of small objects.
+It has the object collectives of ``torch.distributed`` (`all_gather`, `gather`, `broadcast`), a
+`vote`, and `run`, which carries errors. A step of saving or loading may fail on one rank only: a
+full disk, a parameter that only one stage holds. If that rank alone raised, its peers would wait
+for it in the next collective until the timeout. In `Peers.run` each rank does its part, the first
+rank sees all outcomes and makes the result, and every rank then returns the same result or raises
+the same error. It costs one gather and one broadcast of small objects.
 
 Data-parallel ranks mostly have equal values, and a thousand copies of a list of all parameters
-would not be small. So in larger groups hashes are gathered first, and equal values travel once.
+would not be small. So in larger groups `run` gathers hashes first, and equal values travel once.
+
+Two classes are forms of it that are cheap enough for every batch: `comm.votes.PerBatchVotes`
+settles many votes by one `exchange` of numbers, `comm.objects.ObjectBroadcast` sends tensors as
+tensors and the rest only when it changes. Before ranks have groups, and where one may not come,
+they use the store: `launch/store_barrier.py`.
 """
 
 import hashlib
@@ -20,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron._torch.collectives import gather_now
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.topology.axis import Axis
 
 _FEW_RANKS = 16
 """Size of groups up to which values are gathered without comparing hashes first."""
@@ -48,19 +56,34 @@ class _Outcome:
 
 
 class Peers:
-    """The ranks that save or load one checkpoint.
+    """The ranks of a process group, as they exchange small values; all methods are collective.
 
     Args:
-        group: a gloo group of the ranks; all ranks when None. A group of its own keeps these
-            messages apart from training.
+        group: group of the ranks; all ranks when None. A gloo group keeps the values on the host,
+            and one of its own keeps these messages apart from training.
         alone: whether this process acts by itself, even if there are process groups.
+
+    Attributes:
+        group: their group; None for the default group, or for a process alone.
+        size: number of ranks.
+        rank: place of this one in the group.
     """
+
+    _axis: Axis | None = None
+    """Axis whose ranks they are, which may have another order than the group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         together = not alone and dist.is_available() and dist.is_initialized()
         self.group = group if together else None
         self.size = dist.get_world_size(group) if together else 1
         self.rank = dist.get_rank(group) if together else 0
+
+    @classmethod
+    def over(cls, axis: Axis) -> "Peers":
+        """The ranks of an axis, whose values `all_gather` returns in axis order."""
+        peers = cls(axis.group, alone=axis.group is None)
+        peers._axis = axis
+        return peers
 
     @property
     def is_first(self) -> bool:
@@ -84,7 +107,7 @@ class Peers:
                 `DamagedCheckpointError` if all of them raised that.
         """
         outcome, error = _attempt(each)
-        outcomes = self._gather(outcome)
+        outcomes = self._outcomes(outcome)
         failures: dict[int, _Failure] = {}
         result: Any = None
         if outcomes is not None:
@@ -95,7 +118,7 @@ class Peers:
                 result = conclusion.value
                 failures = {} if conclusion.failure is None else {0: conclusion.failure}
         agreed: R
-        failures, agreed = self._broadcast((failures, result))
+        failures, agreed = self.broadcast((failures, result))
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt stays one
         if failures:
@@ -103,17 +126,54 @@ class Peers:
             raise _joint_error(what, failures, self.size) from (None if ours else error)
         return agreed
 
-    def share(self, value: T) -> T:
-        """Return the first rank's ``value`` on every rank."""
-        return self._broadcast(value)
-
-    def collect(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
+        if self._axis is None or self.group is None:
+            return values
+        return [values[dist.get_group_rank(self.group, rank)] for rank in self._axis.ranks]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks on the first one, and None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values, dst=self._global_rank(0), group=self.group)
         return values
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Return the value of one rank, by its place in the group, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self._global_rank(source), group=self.group)
+        return box[0]
+
+    def vote(self, decision: bool, device: torch.device, *, all: bool) -> bool:
+        """Return whether all (or any) of the ranks decided so.
+
+        Args:
+            decision: of this rank.
+            device: device on which the group adds up.
+            all: whether all of them have to.
+        """
+        if self.size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=device)
+        dist.all_reduce(votes, group=self.group)
+        return bool(votes == self.size) if all else bool(votes)
+
+    def exchange(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+        """Gather each number from every rank, by one collective of 8 bytes a number and rank."""
+        if self.size == 1 or not numbers:
+            return [(number,) for number in numbers]
+        local = torch.tensor(numbers, dtype=torch.float64)
+        found = local.new_empty(self.size * len(numbers))
+        gather_now(found, local, self.group)
+        return list(zip(*found.view(-1, len(numbers)).tolist(), strict=True))
 
     def deliver(self, texts: Sequence[bytes]) -> list[bytes]:
         """Send a text to each of the first ranks; return the texts that came to this rank.
@@ -165,29 +225,26 @@ class Peers:
         largest: list[int] = found.tolist()
         return largest
 
-    def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
-        if self.size == 1:
-            return [outcome]
+    def _outcomes(self, outcome: _Outcome) -> list[_Outcome] | None:
+        """Gather the outcomes on the first rank, equal ones once where ranks are many."""
         if self.size > _FEW_RANKS:
             speakers = self._speakers(outcome)
             if len(set(speakers)) <= min(_MOST_SPEAKERS, self.size // 2):
                 return self._gather_from(speakers, outcome)
-        gathered: list[Any] | None = [None] * self.size if self.is_first else None
-        dist.gather_object(outcome, gathered, dst=self._first_global_rank, group=self.group)
-        return gathered
+        return self.gather(outcome)
 
     def _speakers(self, outcome: _Outcome) -> list[int]:
         """Return, for every rank, the lowest rank with an equal outcome; on every rank."""
         digest = hashlib.sha256(pickle.dumps(outcome)).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(self.size)] if self.is_first else None
-        dist.gather(mine, all_of_them, dst=self._first_global_rank, group=self.group)
+        dist.gather(mine, all_of_them, dst=self._global_rank(0), group=self.group)
         speakers = torch.empty(self.size, dtype=torch.int64)
         if all_of_them is not None:
             first: dict[bytes, int] = {}
             for rank, other in enumerate(all_of_them):
                 speakers[rank] = first.setdefault(other.numpy().tobytes(), rank)
-        dist.broadcast(speakers, src=self._first_global_rank, group=self.group)
+        dist.broadcast(speakers, src=self._global_rank(0), group=self.group)
         found: list[int] = speakers.tolist()
         return found
 
@@ -195,7 +252,7 @@ class Peers:
         """Send the outcomes of some ranks to the first, where they stand for those of all."""
         if not self.is_first:
             if self.rank in speakers:
-                dist.send_object_list([outcome], dst=self._first_global_rank, group=self.group)
+                dist.send_object_list([outcome], dst=self._global_rank(0), group=self.group)
             return None
         said = {0: outcome}
         for rank in sorted(set(speakers) - {0}):
@@ -203,17 +260,6 @@ class Peers:
             dist.recv_object_list(box, src=self._global_rank(rank), group=self.group)
             said[rank] = box[0]
         return [said[rank] for rank in speakers]
-
-    def _broadcast(self, value: T) -> T:
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self._first_global_rank, group=self.group)
-        return box[0]
-
-    @property
-    def _first_global_rank(self) -> int:
-        return self._global_rank(0)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

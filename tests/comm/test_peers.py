@@ -1,8 +1,10 @@
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.topology.axis import Axis
 
 
 def test_alone_the_value_goes_through_both_parts():
@@ -38,7 +40,7 @@ def job(use_group):
     if use_group and rank == 0:
         return None
     peers = Peers(group)
-    out = [peers.rank, peers.share(f"from {rank}"), peers.run("x", lambda: rank, list)]
+    out = [peers.rank, peers.broadcast(f"from {rank}"), peers.run("x", lambda: rank, list)]
 
     def each():
         if rank:
@@ -46,6 +48,9 @@ def job(use_group):
 
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         peers.run("dividing", lambda: rank, lambda values: [v / 0 for v in values])
+    values = peers.all_gather(rank), peers.gather(rank), peers.broadcast(rank, 1)
+    votes = [peers.vote(rank == 1, torch.device("cpu"), all=every) for every in (False, True)]
+    out.append((values, votes, peers.exchange([rank, 2.5])))
     for attempt in (each, lambda: 1 / (2 - rank)):
         try:
             peers.run("trying", attempt, list)
@@ -56,7 +61,11 @@ def job(use_group):
 
 def test_ranks_agree(pool):
     results = pool.run(3, job, False)
-    for rank, (own, shared, values, config, other) in enumerate(results):
+    for rank, (own, shared, values, exchanged, config, other) in enumerate(results):
+        at_first = [0, 1, 2] if rank == 0 else None
+        assert exchanged[0] == ([0, 1, 2], at_first, 1)
+        assert exchanged[1] == [True, False]
+        assert exchanged[2] == [(0.0, 1.0, 2.0), (2.5, 2.5, 2.5)]
         assert (own, shared, values) == (rank, "from 0", [0, 1, 2])
         assert config[0] == "ConfigError"
         assert all(text in config[1] for text in ("fault 1", "fault 2", "3. fault 2"))
@@ -89,12 +98,23 @@ def same_job(kind):
         send(objects, **to)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_megatron.checkpoint.rank_coordination._FEW_RANKS", 2)
+        patch.setattr("lightning_megatron.comm.peers._FEW_RANKS", 2)
         patch.setattr(dist, "send_object_list", count)
         seen += [peers.run("trying", lambda v=v: v, list) for v in said.values()]
         with pytest.raises(CheckpointError) as info:
             peers.run("trying", fail, list)
     return [*seen, str(info.value)], sent
+
+
+def axis_job():
+    dist.init_process_group("gloo")
+    axis = Axis(name="x", rank=0, ranks=(2, 0, 1), group=dist.new_group([0, 1, 2]))
+    alone = Peers.over(Axis(name="y", rank=0, ranks=(dist.get_rank(),), group=None))
+    return Peers.over(axis).all_gather(dist.get_rank()), alone.all_gather(dist.get_rank())
+
+
+def test_values_of_an_axis_come_in_its_order(pool):
+    assert pool.run(3, axis_job) == [([2, 0, 1], [rank]) for rank in range(3)]
 
 
 def texts_job():
