@@ -213,15 +213,17 @@ class GradientBuckets:
         bucket.members = members
         if not members:
             return
-        first = next((p.grad for p in members if p.grad is not None), members[0])
+        gradients = [p.grad for p in members]
+        held = [gradient is not None for gradient in gradients]
+        first = next((gradient for gradient in gradients if gradient is not None), members[0])
         wide = self._reduction or torch.promote_types(first.dtype, torch.float32)
-        held = [p.grad is not None for p in members]
-        flags = torch.tensor(held, device=members[0].device).to(wide)
-        if self._sums(bucket):
-            self._start_sum(bucket, wide, flags)
-        else:
-            self._start_scatter(bucket, wide, flags)
-            bucket.had.update(i for i, has in enumerate(held) if has)
+        flags = torch.tensor(held, dtype=wide, device=first.device)
+        with torch.no_grad():
+            if self._sums(bucket):
+                self._start_sum(bucket, gradients, flags)
+            else:
+                self._start_scatter(bucket, gradients, flags)
+                bucket.had.update(i for i, has in enumerate(held) if has)
         self._meter.started(bucket.work)
 
     def _rows_of(self, bucket: _Bucket) -> list[OwnedRows]:
@@ -233,12 +235,16 @@ class GradientBuckets:
 
     # Whole gradients -----------------------------------------------------------------------------
 
-    def _start_sum(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
+    def _start_sum(
+        self, bucket: _Bucket, gradients: Sequence[Tensor | None], flags: Tensor
+    ) -> None:
         pieces = [
-            (torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.detach()).reshape(-1)
-            for p in bucket.members
+            flags.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+            for parameter, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        bucket.sent = flat = torch.cat([*(piece.to(wide) for piece in pieces), flags])
+        length = sum(map(len, pieces)) + len(flags)
+        bucket.sent = flat = flags.new_empty(length)
+        torch.cat([*pieces, flags], out=flat)
         everyone = bucket.groups.everyone
         bucket.work = dist.all_reduce(flat, group=everyone, async_op=True)
         ranks = everyone.size()
@@ -248,41 +254,36 @@ class GradientBuckets:
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.sent is not None
         members, count = bucket.members, len(bucket.members)
-        flags, flat = bucket.sent[-count:], bucket.sent[:-count]
-        held = _holders(flags, all(p.grad is not None for p in members))
-        pieces = torch.split(flat, [p.numel() for p in members])
-        factor = 1.0 / bucket.groups.everyone.size()
+        held = _holders(bucket.sent[-count:], all([p.grad is not None for p in members]))
+        flat = bucket.sent[:-count].mul_(1.0 / bucket.groups.everyone.size())
+        pieces = flat.split([p.numel() for p in members])
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
             if not holders:
                 continue
+            mean, held_in = piece.view(parameter.shape), parameter.grad_dtype
+            if parameter.is_contiguous() and held_in in (mean.dtype, None):
+                parameter.grad = mean  # where it is: the bucket's memory is not copied again
+                continue
             if parameter.grad is None:
-                held_in = parameter.grad_dtype or parameter.dtype
                 parameter.grad = torch.empty_like(parameter, dtype=held_in)
-            mean = piece.view(parameter.shape)
-            if parameter.grad.dtype == mean.dtype:
-                torch.mul(mean, factor, out=parameter.grad)
-            else:
-                parameter.grad.copy_(mean.mul_(factor))
+            parameter.grad.copy_(mean)
 
     # Rows ----------------------------------------------------------------------------------------
 
-    def _start_scatter(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
+    def _start_scatter(
+        self, bucket: _Bucket, gradients: Sequence[Tensor | None], flags: Tensor
+    ) -> None:
         group = bucket.groups.shard
         assert group is not None
         ranks, members = group.size(), self._rows_of(bucket)
-        sizes = [rows.numel_of(0) for rows in members]
-        length = sum(sizes) + len(members)
-        sent = torch.empty(ranks, length, dtype=wide, device=flags.device)
-        offset = 0
-        for rows, size in zip(members, sizes, strict=True):
-            target, gradient = sent[:, offset : offset + size], rows.parameter.grad
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(rows.parts_of(gradient.detach()))
-            offset += size
-        sent[:, offset:] = flags
-        bucket.sent, bucket.received = sent, sent.new_empty(length)
+        pieces = [
+            flags.new_zeros(ranks, rows.size) if gradient is None else rows.parts_of(gradient)
+            for rows, gradient in zip(members, gradients, strict=True)
+        ]
+        length = sum(rows.size for rows in members) + len(members)
+        sent = flags.new_empty(ranks, length)
+        torch.cat([*pieces, flags.expand(ranks, -1)], 1, out=sent)
+        bucket.sent, bucket.received = sent, flags.new_empty(length)
         self._meter.ring(sent.numel() * sent.element_size() * (ranks - 1) / ranks, group)
         bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
         for parameter in bucket.members:
@@ -309,20 +310,18 @@ class GradientBuckets:
     def _give_rows(self, bucket: _Bucket) -> None:
         total, members = bucket.total, self._rows_of(bucket)
         assert total is not None
-        total, flags = total[: -len(members)], total[-len(members) :]
-        total.mul_(1.0 / bucket.groups.everyone.size())
+        flags = total[-len(members) :]
         held = _holders(flags, len(bucket.had) == len(members))
-        offset = 0
-        for rows, holders in zip(members, held, strict=True):
-            shape = rows.part_of(rows.parameter.detach()).shape
-            size = shape.numel()
-            if holders:
-                part = total[offset : offset + size].view(shape)
-                if rows.gradient is None:
-                    rows.gradient = part
-                else:
-                    rows.gradient.add_(part)
-            offset += rows.numel_of(0)
+        total = total[: -len(members)].mul_(1.0 / bucket.groups.everyone.size())
+        parts = total.split([rows.size for rows in members])
+        for rows, part, holders in zip(members, parts, held, strict=True):
+            if not holders:
+                continue
+            mean = part[: rows.shape.numel()].view(rows.shape)
+            if rows.gradient is None:
+                rows.gradient = mean
+            else:
+                rows.gradient.add_(mean)
 
 
 def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
