@@ -22,6 +22,7 @@ from lightning_megatron._torch.fsdp import accumulate_gradients as accumulate_gr
 from lightning_megatron._torch.fsdp import fill_missing_gradients as fill_missing_gradients
 from lightning_megatron._torch.fsdp import gather_through as gather_through
 from lightning_megatron._torch.fsdp import gathers_through as gathers_through
+from lightning_megatron._torch.fsdp import handle_shards_as_memory as handle_shards_as_memory
 from lightning_megatron._torch.fsdp import (
     keep_reduced_gradients_wide as keep_reduced_gradients_wide,
 )

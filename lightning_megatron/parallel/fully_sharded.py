@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import (
     fill_missing_gradients,
+    handle_shards_as_memory,
     has_hooks,
     has_storage,
     keep_reduced_gradients_wide,
@@ -144,6 +145,7 @@ class FullySharded(ZeroDataParallel):
         self._count(module, over)
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         self._filled += fill_missing_gradients(module, self._lacked)
+        handle_shards_as_memory(module)
         if works_in_place(module):
             # It runs after FSDP2's.
             module.register_forward_pre_hook(lambda _, args: as_results(args))

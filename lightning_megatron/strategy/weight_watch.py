@@ -38,18 +38,20 @@ class WeightWatch:
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._show_stages(gradients, trunk)
-        self._parts = WeightParts(weight_places(gradients, self._stages))
-        for optimizer in self._run.optimizers if self._stages is not None else ():
+        places = weight_places(gradients, self._stages)
+        self._parts = WeightParts(places)
+        for optimizer in self._run.optimizers if places else ():
             self.show_groups(optimizer)
             vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
 
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
+        for optimizer in self._run.optimizers if self._parts is not None else ():
+            vars(optimizer).pop("zero_grad", None)
         if stages is not None:
             stages.sees_all = stages.alive = False
             for optimizer in self._run.optimizers:
-                vars(optimizer).pop("zero_grad", None)
                 for group in optimizer.param_groups:
                     group["params"] = list.copy(group["params"])
             for item in self._run.module.modules():
