@@ -84,6 +84,8 @@ class GradientBuckets:
         bucket_bytes: size at which a bucket is full.
         reduction: format of the sums; None: that of the gradients, at least float32.
         meter: counts what is sent, and how long nothing else is done.
+        alone: whether `finish` follows at once upon the last backward of a batch. What is full with
+            the last gradients is then left to it: a hook on each parameter costs more.
 
     Attributes:
         whole: whether ``.grad`` is to hold the mean, also where rows have owners; these get them if
@@ -100,8 +102,10 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         reduction: torch.dtype | None = None,
         meter: Meter | None = None,
+        alone: bool = False,
     ) -> None:
         self._meter = Meter() if meter is None else meter
+        self._alone = alone
         self._rows = rows or {}
         self._names = names or {}
         self._reduction = reduction
@@ -121,8 +125,11 @@ class GradientBuckets:
         """
         self._armed = True
         self._last = last
+        watched = len(self._buckets) - (self._alone and last)
         for number, bucket in enumerate(self._buckets):
             bucket.waiting = {i for i, p in enumerate(bucket.parameters) if p.requires_grad}
+            if number >= watched:
+                continue
             for position in bucket.waiting - bucket.watched:  # may have been frozen until now
                 bucket.watched.add(position)
                 hook = _Arrival(weakref.ref(self), number, position)
