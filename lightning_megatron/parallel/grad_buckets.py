@@ -249,7 +249,7 @@ class GradientBuckets:
             flags.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
             for parameter, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        length = sum(map(len, pieces)) + len(flags)
+        length = sum(p.numel() for p in bucket.members) + len(flags)
         bucket.sent = flat = flags.new_empty(length)
         torch.cat([*pieces, flags], out=flat)
         everyone = bucket.groups.everyone

@@ -1,7 +1,7 @@
 """The part of the strategy that lets user's code see whole weights where ranks have parts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +74,15 @@ class WeightWatch:
             self._goes_on = False
             self.begin()
 
-    @contextmanager
-    def on_own_stage(self) -> Iterator[None]:
+    def on_own_stage(self) -> AbstractContextManager[None]:
         """Context of steps and of this library: with the weights of the own stage, as they are."""
         stages, parts = self._stages, self._parts
         if stages is None or parts is None or not stages.sees_all:
-            yield
-            return
+            return nullcontext()
+        return self._hidden(stages, parts)
+
+    @contextmanager
+    def _hidden(self, stages: StageWeights, parts: WeightParts) -> Iterator[None]:
         stages.sees_all, whole = False, parts.hide()
         try:
             yield
