@@ -20,7 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import DisableTorchFunctionSubclass, EnableTorchFunction, asks_classes
+from lightning_megatron._torch import (
+    DisableTorchFunctionSubclass,
+    EnableTorchFunction,
+    asks_classes,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -62,6 +62,8 @@ class _Bucket:
     """Positions of the parameters that have a hook."""
     members: list[nn.Parameter] = field(default_factory=list)
     """The parameters that take part in the reduction that is under way, or in the batch's rows."""
+    rows: list[OwnedRows] = field(default_factory=list)
+    """What this rank owns of the members, where ranks divide them."""
     had: set[int] = field(default_factory=set)
     """Positions among the members for which this rank has had a gradient in this batch."""
     work: dist.Work | None = None
@@ -215,9 +217,11 @@ class GradientBuckets:
         if self._sums(bucket) and not self._last:
             return
         members = [p for p in bucket.parameters if p.requires_grad]
-        if bucket.total is not None and not _same(members, bucket.members):
-            raise RuntimeError("parameters began or ceased to be trained between microbatches")
-        bucket.members = members
+        if not _same(members, bucket.members):
+            if bucket.total is not None:
+                raise RuntimeError("parameters began or ceased to be trained between microbatches")
+            bucket.members = members
+            bucket.rows = [self._rows[p] for p in members if p in self._rows]
         if not members:
             return
         gradients = [p.grad for p in members]
@@ -230,11 +234,8 @@ class GradientBuckets:
                 self._start_sum(bucket, gradients, flags)
             else:
                 self._start_scatter(bucket, gradients, flags)
-                bucket.had.update(i for i, has in enumerate(held) if has)
+                bucket.had |= {i for i, has in enumerate(held) if has}
         self._meter.started(bucket.work)
-
-    def _rows_of(self, bucket: _Bucket) -> list[OwnedRows]:
-        return [self._rows[parameter] for parameter in bucket.members]
 
     def _sums(self, bucket: _Bucket) -> bool:
         """Whether a bucket's gradients stay whole."""
@@ -249,7 +250,7 @@ class GradientBuckets:
             flags.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
             for parameter, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        length = sum(p.numel() for p in bucket.members) + len(flags)
+        length = sum([p.numel() for p in bucket.members]) + len(flags)
         bucket.sent = flat = flags.new_empty(length)
         torch.cat([*pieces, flags], out=flat)
         everyone = bucket.groups.everyone
@@ -261,7 +262,7 @@ class GradientBuckets:
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.sent is not None
         members, count = bucket.members, len(bucket.members)
-        held = _holders(bucket.sent[-count:], all([p.grad is not None for p in members]))
+        held = _holders(bucket.sent[-count:], all(p.grad is not None for p in members))
         flat = bucket.sent[:-count].mul_(1.0 / bucket.groups.everyone.size())
         pieces = flat.split([p.numel() for p in members])
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
@@ -282,12 +283,12 @@ class GradientBuckets:
     ) -> None:
         group = bucket.groups.shard
         assert group is not None
-        ranks, members = group.size(), self._rows_of(bucket)
+        ranks, members = group.size(), bucket.rows
         pieces = [
             flags.new_zeros(ranks, rows.size) if gradient is None else rows.parts_of(gradient)
             for rows, gradient in zip(members, gradients, strict=True)
         ]
-        length = sum(rows.size for rows in members) + len(members)
+        length = sum([rows.size for rows in members]) + len(members)
         sent = flags.new_empty(ranks, length)
         torch.cat([*pieces, flags.expand(ranks, -1)], 1, out=sent)
         bucket.sent, bucket.received = sent, flags.new_empty(length)
@@ -315,7 +316,7 @@ class GradientBuckets:
         return work
 
     def _give_rows(self, bucket: _Bucket) -> None:
-        total, members = bucket.total, self._rows_of(bucket)
+        total, members = bucket.total, bucket.rows
         assert total is not None
         flags = total[-len(members) :]
         held = _holders(flags, len(bucket.had) == len(members))

@@ -165,7 +165,7 @@ class OwnedRows:
     def parts_of(self, tensor: Tensor) -> Tensor:
         """Return what each rank owns of a tensor, ``[ranks, elements]``, padded with zeros."""
         if self.is_even:
-            return tensor.reshape(self.ranks, -1)
+            return tensor.reshape(self.ranks, self.size)
         flat = self._ranks_first(tensor).reshape(-1)
         missing = self.ranks * self.size - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.ranks, -1)

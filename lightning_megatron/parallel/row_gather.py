@@ -128,8 +128,8 @@ class RowGather:
             values = rows.values if codec is None else codec.pack(rows.values.detach())
             piece = values.reshape(-1) if values.device == device else values.to(device).view(-1)
             pieces.append(piece)
-            if len(piece) < size:
-                pieces.append(piece.new_zeros(size - len(piece)))
+            if piece.numel() < size:
+                pieces.append(piece.new_zeros(size - piece.numel()))
         sent = torch.empty(sum(bucket.sizes), dtype=bucket.wire, device=device)
         torch.cat(pieces, out=sent)
         bucket.sent = sent
