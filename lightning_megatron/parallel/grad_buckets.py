@@ -264,7 +264,7 @@ class GradientBuckets:
         members, count = bucket.members, len(bucket.members)
         held = _holders(bucket.sent[-count:], all(p.grad is not None for p in members))
         flat = bucket.sent[:-count].mul_(1.0 / bucket.groups.everyone.size())
-        pieces = flat.split([p.numel() for p in members])
+        pieces = torch.split(flat, [p.numel() for p in members])
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
             if not holders:
                 continue
@@ -321,7 +321,7 @@ class GradientBuckets:
         flags = total[-len(members) :]
         held = _holders(flags, len(bucket.had) == len(members))
         total = total[: -len(members)].mul_(1.0 / bucket.groups.everyone.size())
-        parts = total.split([rows.size for rows in members])
+        parts = torch.split(total, [rows.size for rows in members])
         for rows, part, holders in zip(members, parts, held, strict=True):
             if not holders:
                 continue

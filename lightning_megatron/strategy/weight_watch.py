@@ -40,7 +40,8 @@ class WeightWatch:
             self._stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places)
-        for optimizer in self._run.optimizers if places else ():
+        parts = bool(places) or self._stages is not None  # a stage may have no weights
+        for optimizer in self._run.optimizers if parts else ():
             self.show_groups(optimizer)
             vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
 
