@@ -142,7 +142,8 @@ class RowGather:
         assert bucket.work is not None
         assert bucket.received is not None
         self._meter.wait(bucket.work)
-        parts = bucket.received.view(self._group.size(), -1).split(bucket.sizes, 1)
+        received = bucket.received.view(self._group.size(), -1)
+        parts = torch.split(received, bucket.sizes, 1)
         with torch.no_grad():
             for rows, codec, part in zip(bucket.members, bucket.codecs, parts, strict=True):
                 rows.write_parts(part, None if codec is None else codec.unpack)
