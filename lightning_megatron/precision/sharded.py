@@ -80,7 +80,7 @@ class ShardedPrecision(PrecisionAroundClosure):
     ) -> Any:
         """Run the closure, then step on the shards that this rank owns."""
         self.skipped = False
-        if self._gradients().lends_nothing(optimizer) and not steps_on_shards(optimizer):
+        if not steps_on_shards(optimizer) and self._gradients().lends_nothing(optimizer):
             # All is here; this one may call the closure as often as it wants.
             try:
                 with DisableTorchFunctionSubclass():

@@ -558,7 +558,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.data.check(batch, self.trainer, self.topology, self.host_group)
+        self.data.check(batch, self)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
         self.data.begin_batch(batch_idx)

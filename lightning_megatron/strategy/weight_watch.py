@@ -1,7 +1,7 @@
 """The part of the strategy that lets user's code see whole weights and gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,20 +44,23 @@ class WeightWatch:
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._show_stages(gradients, trunk)
-        self._parts = WeightParts(weight_places(gradients, self._stages))
+        places = weight_places(gradients, self._stages)
+        self._parts = WeightParts(places)
         self._divided = DividedGradients(gradients.hidden)
         self._let_clear(gradients)
-        for optimizer in self._run.optimizers if self._stages is not None else ():
+        parts = bool(places) or self._stages is not None  # a stage may have no weights
+        for optimizer in self._run.optimizers if parts else ():
             self.show_groups(optimizer)
             vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
 
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
+        for optimizer in self._run.optimizers if self._parts is not None else ():
+            vars(optimizer).pop("zero_grad", None)
         if stages is not None:
             stages.sees_all = stages.alive = False
             for optimizer in self._run.optimizers:
-                vars(optimizer).pop("zero_grad", None)
                 for group in optimizer.param_groups:
                     group["params"] = list.copy(group["params"])
             for item in self._run.module.modules():
@@ -97,13 +100,15 @@ class WeightWatch:
             self._goes_on = False
             self.begin()
 
-    @contextmanager
-    def on_own_stage(self) -> Iterator[None]:
+    def on_own_stage(self) -> AbstractContextManager[None]:
         """Context of steps and of this library: with the weights of the own stage, as they are."""
         stages, parts = self._stages, self._parts
         if stages is None or parts is None or not stages.sees_all:
-            yield
-            return
+            return nullcontext()
+        return self._hidden(stages, parts)
+
+    @contextmanager
+    def _hidden(self, stages: StageWeights, parts: WeightParts) -> Iterator[None]:
         stages.sees_all, whole = False, parts.hide()
         try:
             yield

@@ -34,6 +34,7 @@ from typing_extensions import override
 from lightning_megatron._torch.dtensor import has_hooks, has_storage, shard_of
 from lightning_megatron._torch.fsdp import (
     fill_missing_gradients,
+    handle_shards_as_memory,
     keep_reduced_gradients_wide,
     let_units_run_first,
     reduce_gradients,
@@ -142,6 +143,7 @@ class FullySharded(ZeroDataParallel):
         self._count(module, over)
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         self._filled += fill_missing_gradients(module, self._lacked)
+        handle_shards_as_memory(module)
         if works_in_place(module):
             # It runs after FSDP2's.
             module.register_forward_pre_hook(lambda _, args: as_results(args))

@@ -62,6 +62,8 @@ class _Bucket:
     """Positions of the parameters that have a hook."""
     members: list[nn.Parameter] = field(default_factory=list)
     """The parameters that take part in the reduction that is under way, or in the batch's rows."""
+    rows: list[OwnedRows] = field(default_factory=list)
+    """What this rank owns of the members, where ranks divide them."""
     had: set[int] = field(default_factory=set)
     """Positions among the members for which this rank has had a gradient in this batch."""
     work: dist.Work | None = None
@@ -84,6 +86,8 @@ class GradientBuckets:
         bucket_bytes: size at which a bucket is full.
         reduction: format of the sums; None: that of the gradients, at least float32.
         meter: counts what is sent, and how long nothing else is done.
+        alone: whether `finish` follows at once upon the last backward of a batch. What is full with
+            the last gradients is then left to it: a hook on each parameter costs more.
 
     Attributes:
         whole: whether ``.grad`` is to hold the mean, also where rows have owners; these get them if
@@ -100,8 +104,10 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         reduction: torch.dtype | None = None,
         meter: Meter | None = None,
+        alone: bool = False,
     ) -> None:
         self._meter = Meter() if meter is None else meter
+        self._alone = alone
         self._rows = rows or {}
         self._names = names or {}
         self._reduction = reduction
@@ -121,8 +127,11 @@ class GradientBuckets:
         """
         self._armed = True
         self._last = last
+        watched = len(self._buckets) - (self._alone and last)
         for number, bucket in enumerate(self._buckets):
             bucket.waiting = {i for i, p in enumerate(bucket.parameters) if p.requires_grad}
+            if number >= watched:
+                continue
             for position in bucket.waiting - bucket.watched:  # may have been frozen until now
                 bucket.watched.add(position)
                 hook = _Arrival(weakref.ref(self), number, position)
@@ -208,25 +217,25 @@ class GradientBuckets:
         if self._sums(bucket) and not self._last:
             return
         members = [p for p in bucket.parameters if p.requires_grad]
-        if bucket.total is not None and not _same(members, bucket.members):
-            raise RuntimeError("parameters began or ceased to be trained between microbatches")
-        bucket.members = members
+        if not _same(members, bucket.members):
+            if bucket.total is not None:
+                raise RuntimeError("parameters began or ceased to be trained between microbatches")
+            bucket.members = members
+            bucket.rows = [self._rows[p] for p in members if p in self._rows]
         if not members:
             return
         gradients = [p.grad for p in members]
-        first = next((g for g in gradients if g is not None), members[0])
+        held = [gradient is not None for gradient in gradients]
+        first = next((gradient for gradient in gradients if gradient is not None), members[0])
         wide = self._reduction or torch.promote_types(first.dtype, torch.float32)
-        held = [g is not None for g in gradients]
-        flags = torch.tensor(held, device=members[0].device).to(wide)
-        if self._sums(bucket):
-            self._start_sum(bucket, gradients, wide, flags)
-        else:
-            self._start_scatter(bucket, gradients, wide, flags)
-            bucket.had.update(i for i, has in enumerate(held) if has)
+        flags = torch.tensor(held, dtype=wide, device=first.device)
+        with torch.no_grad():
+            if self._sums(bucket):
+                self._start_sum(bucket, gradients, flags)
+            else:
+                self._start_scatter(bucket, gradients, flags)
+                bucket.had |= {i for i, has in enumerate(held) if has}
         self._meter.started(bucket.work)
-
-    def _rows_of(self, bucket: _Bucket) -> list[OwnedRows]:
-        return [self._rows[parameter] for parameter in bucket.members]
 
     def _sums(self, bucket: _Bucket) -> bool:
         """Whether a bucket's gradients stay whole."""
@@ -235,17 +244,15 @@ class GradientBuckets:
     # Whole gradients -----------------------------------------------------------------------------
 
     def _start_sum(
-        self,
-        bucket: _Bucket,
-        gradients: Sequence[Tensor | None],
-        wide: torch.dtype,
-        flags: Tensor,
+        self, bucket: _Bucket, gradients: Sequence[Tensor | None], flags: Tensor
     ) -> None:
         pieces = [
-            (torch.zeros_like(p, dtype=wide) if g is None else g.detach()).reshape(-1)
-            for p, g in zip(bucket.members, gradients, strict=True)
+            flags.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+            for parameter, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        bucket.sent = flat = torch.cat([*(piece.to(wide) for piece in pieces), flags])
+        length = sum([p.numel() for p in bucket.members]) + len(flags)
+        bucket.sent = flat = flags.new_empty(length)
+        torch.cat([*pieces, flags], out=flat)
         everyone = bucket.groups.everyone
         bucket.work = dist.all_reduce(flat, group=everyone, async_op=True)
         ranks = everyone.size()
@@ -255,47 +262,36 @@ class GradientBuckets:
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.sent is not None
         members, count = bucket.members, len(bucket.members)
-        flags, flat = bucket.sent[-count:], bucket.sent[:-count]
-        held = _holders(flags, all(p.grad is not None for p in members))
+        held = _holders(bucket.sent[-count:], all(p.grad is not None for p in members))
+        flat = bucket.sent[:-count].mul_(1.0 / bucket.groups.everyone.size())
         pieces = torch.split(flat, [p.numel() for p in members])
-        factor = 1.0 / bucket.groups.everyone.size()
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
             if not holders:
                 continue
+            mean, held_in = piece.view(parameter.shape), parameter.grad_dtype
+            if parameter.is_contiguous() and held_in in (mean.dtype, None):
+                parameter.grad = mean  # where it is: the bucket's memory is not copied again
+                continue
             if parameter.grad is None:
-                held_in = parameter.grad_dtype or parameter.dtype
                 parameter.grad = torch.empty_like(parameter, dtype=held_in)
-            mean = piece.view(parameter.shape)
-            if parameter.grad.dtype == mean.dtype:
-                torch.mul(mean, factor, out=parameter.grad)
-            else:
-                parameter.grad.copy_(mean.mul_(factor))
+            parameter.grad.copy_(mean)
 
     # Rows ----------------------------------------------------------------------------------------
 
     def _start_scatter(
-        self,
-        bucket: _Bucket,
-        gradients: Sequence[Tensor | None],
-        wide: torch.dtype,
-        flags: Tensor,
+        self, bucket: _Bucket, gradients: Sequence[Tensor | None], flags: Tensor
     ) -> None:
         group = bucket.groups.shard
         assert group is not None
-        ranks, members = group.size(), self._rows_of(bucket)
-        sizes = [rows.numel_of(0) for rows in members]
-        length = sum(sizes) + len(members)
-        sent = torch.empty(ranks, length, dtype=wide, device=flags.device)
-        offset = 0
-        for rows, size, gradient in zip(members, sizes, gradients, strict=True):
-            target = sent[:, offset : offset + size]
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(rows.parts_of(gradient.detach()))
-            offset += size
-        sent[:, offset:] = flags
-        bucket.sent, bucket.received = sent, sent.new_empty(length)
+        ranks, members = group.size(), bucket.rows
+        pieces = [
+            flags.new_zeros(ranks, rows.size) if gradient is None else rows.parts_of(gradient)
+            for rows, gradient in zip(members, gradients, strict=True)
+        ]
+        length = sum([rows.size for rows in members]) + len(members)
+        sent = flags.new_empty(ranks, length)
+        torch.cat([*pieces, flags.expand(ranks, -1)], 1, out=sent)
+        bucket.sent, bucket.received = sent, flags.new_empty(length)
         self._meter.ring(sent.numel() * sent.element_size() * (ranks - 1) / ranks, group)
         bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
         for parameter in bucket.members:
@@ -320,22 +316,20 @@ class GradientBuckets:
         return work
 
     def _give_rows(self, bucket: _Bucket) -> None:
-        total, members = bucket.total, self._rows_of(bucket)
+        total, members = bucket.total, bucket.rows
         assert total is not None
-        total, flags = total[: -len(members)], total[-len(members) :]
-        total.mul_(1.0 / bucket.groups.everyone.size())
+        flags = total[-len(members) :]
         held = _holders(flags, len(bucket.had) == len(members))
-        offset = 0
-        for rows, holders in zip(members, held, strict=True):
-            shape = rows.part_of(rows.parameter.detach()).shape
-            size = shape.numel()
-            if holders:
-                part = total[offset : offset + size].view(shape)
-                if rows.gradient is None:
-                    rows.gradient = part
-                else:
-                    rows.gradient.add_(part)
-            offset += rows.numel_of(0)
+        total = total[: -len(members)].mul_(1.0 / bucket.groups.everyone.size())
+        parts = torch.split(total, [rows.size for rows in members])
+        for rows, part, holders in zip(members, parts, held, strict=True):
+            if not holders:
+                continue
+            mean = part[: rows.shape.numel()].view(rows.shape)
+            if rows.gradient is None:
+                rows.gradient = mean
+            else:
+                rows.gradient.add_(mean)
 
 
 def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:

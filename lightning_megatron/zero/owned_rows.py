@@ -22,6 +22,7 @@ takes over the elements in which they differ.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +134,23 @@ class OwnedRows:
         shape = self.parameter.shape
         return rows_of(shape[self.dim], self.ranks, rank) if shape else (0, 1)
 
+    @cached_property
+    def shape(self) -> torch.Size:
+        """Shape of the rows."""
+        return self.part_of(self.parameter.detach()).shape
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of what each rank owns in `parts_of`: those of rank 0, which has the most."""
+        return self.numel_of(0)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether `parts_of` a contiguous tensor is a view of it."""
+        return self.dim == 0 and self.ranks * self.size == self.parameter.numel()
+
     def numel_of(self, rank: int) -> int:
-        """Elements of the rows that a rank owns; no rank has more than rank 0."""
+        """Elements of the rows that a rank owns."""
         parameter = self.parameter
         length = self._extent(rank)[1]
         return parameter.numel() // parameter.shape[self.dim] * length
@@ -152,8 +168,10 @@ class OwnedRows:
 
     def parts_of(self, tensor: Tensor) -> Tensor:
         """Return what each rank owns of a tensor, ``[ranks, elements]``, padded with zeros."""
+        if self.is_even:
+            return tensor.reshape(self.ranks, self.size)
         flat = self._ranks_first(tensor).reshape(-1)
-        missing = self.ranks * self.numel_of(0) - flat.numel()
+        missing = self.ranks * self.size - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.ranks, -1)
 
     def _ranks_first(self, tensor: Tensor) -> Tensor:
@@ -163,21 +181,22 @@ class OwnedRows:
         return tensor.view(-1, self.ranks, rows, *tensor.shape[2:]).movedim(1, 0)
 
     def write_parts(self, parts: Tensor, unpack: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Write parts as `parts_of` makes them into the parameter.
+        """Write parts as `parts_of` makes them into the parameter, which is what rows hold then.
 
         Args:
             parts: ``[ranks, elements]``.
             unpack: makes values of them, from any number of whole rows.
         """
+        self._ahead = False
         self._write(self.parameter.detach(), parts, unpack)
 
     def _write(
         self, whole: Tensor, parts: Tensor, unpack: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        target = self._ranks_first(whole)
-        if unpack is None and target.is_contiguous() and target.numel() == parts.numel():
-            target.view(parts.shape).copy_(parts)
+        if unpack is None and self.is_even and whole.is_contiguous():
+            whole.view(parts.shape).copy_(parts)
             return
+        target = self._ranks_first(whole)
         values = parts.reshape(-1)[: target.numel()].view(target.shape)
         target.copy_(values if unpack is None else unpack(values))
 
@@ -185,7 +204,7 @@ class OwnedRows:
         """The rows with all that was written to the parameter since.
 
         Rows that an optimizer has stepped on are newer than the parameter until it is told
-        (`write_back`, `row_gather.RowGather`); they are returned as they are.
+        (`write_back`, `write_parts`); they are returned as they are.
         """
         if self._wide is None and self._device is None:  # it counts beside a fused step
             address = self.parameter.data_ptr()
@@ -265,10 +284,6 @@ class OwnedRows:
         if self.is_copy and self._values is not None:
             with torch.no_grad():
                 self.part_of(self.parameter.detach()).copy_(self.expected())
-        self._ahead = False
-
-    def told(self) -> None:
-        """The parameter has been given what the rows hold."""
         self._ahead = False
 
     def part_again(self) -> None:

@@ -14,7 +14,7 @@ nothing would tell it to wait.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -49,8 +49,11 @@ class RowCodec(Protocol):
 
 @dataclass
 class _Bucket:
-    members: list[OwnedRows]
     wire: torch.dtype
+    members: list[OwnedRows] = field(default_factory=list)
+    codecs: list[RowCodec | None] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Elements of each member in a rank's part."""
     work: dist.Work | None = None
     sent: Tensor | None = None
     """This rank's part, padded; it stays until the gather has ended."""
@@ -146,42 +149,38 @@ class RowGather:
             key = wire, parameter.device
             bucket, size = open_.get(key, (None, self._bucket_bytes))
             if bucket is None or size >= self._bucket_bytes:
-                bucket, size = _Bucket([], wire), 0
+                bucket, size = _Bucket(wire), 0
                 buckets.append(bucket)
             bucket.members.append(rows)
+            bucket.codecs.append(codec)
+            bucket.sizes.append(rows.size)
             open_[key] = bucket, size + parameter.numel() * wire.itemsize
         return buckets
 
     def _start(self, bucket: _Bucket) -> None:
-        sizes = [rows.numel_of(0) for rows in bucket.members]
         device = bucket.members[0].parameter.device
-        sent = torch.empty(sum(sizes), dtype=bucket.wire, device=device)
-        offset = 0
-        for rows, size in zip(bucket.members, sizes, strict=True):
-            packed = self._packed(rows)
-            sent[offset : offset + packed.numel()].copy_(packed)
-            offset += size
+        pieces = []
+        for rows, codec, size in zip(bucket.members, bucket.codecs, bucket.sizes, strict=True):
+            values = rows.values if codec is None else codec.pack(rows.values.detach())
+            piece = values.reshape(-1) if values.device == device else values.to(device).view(-1)
+            pieces.append(piece)
+            if piece.numel() < size:
+                pieces.append(piece.new_zeros(size - piece.numel()))
+        sent = torch.empty(sum(bucket.sizes), dtype=bucket.wire, device=device)
+        torch.cat(pieces, out=sent)
         bucket.sent = sent
         bucket.received = sent.new_empty(self._group.size() * len(sent))
         self._meter.ring(sent.nbytes * (self._group.size() - 1), self._group)
         bucket.work = start_all_gather(bucket.received, sent, self._group)
         self._meter.started(bucket.work)
 
-    def _packed(self, rows: OwnedRows) -> Tensor:
-        values, codec = rows.values.detach(), self.codecs.get(rows.parameter)
-        return (values if codec is None else codec.pack(values)).reshape(-1)
-
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.work is not None
         assert bucket.received is not None
         self._meter.wait(bucket.work)
         received = bucket.received.view(self._group.size(), -1)
-        offset = 0
+        parts = torch.split(received, bucket.sizes, 1)
         with torch.no_grad():
-            for rows in bucket.members:
-                codec, size = self.codecs.get(rows.parameter), rows.numel_of(0)
-                parts = received[:, offset : offset + size]
-                offset += size
-                rows.write_parts(parts, None if codec is None else codec.unpack)
-                rows.told()
+            for rows, codec, part in zip(bucket.members, bucket.codecs, parts, strict=True):
+                rows.write_parts(part, None if codec is None else codec.unpack)
         bucket.work = bucket.sent = bucket.received = None

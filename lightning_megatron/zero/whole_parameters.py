@@ -23,7 +23,7 @@ precision.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -74,9 +74,7 @@ class WholeParameters(ZeroDataParallel):
         """Ways back from the owners, and the parameters that each is for."""
         self._blocked = False
         self._whole = not self._divides
-        self._members: WeakKeyDictionary[Optimizer, tuple[list[int], list[OwnedRows]]] = (
-            WeakKeyDictionary()
-        )
+        self._stepped: WeakKeyDictionary[Optimizer, _Stepped] = WeakKeyDictionary()
         self._reduced: set[nn.Parameter] = set()
         self.rows: dict[nn.Parameter, OwnedRows] = {}
         self.lends: Mapping[nn.Parameter, RowShard] = self.rows
@@ -153,6 +151,7 @@ class WholeParameters(ZeroDataParallel):
                 names={role.parameter: role.name for role in roles},
                 reduction=self._types.reduction,
                 meter=meter,
+                alone=len(stages) == 1,
             )
             for stage in stages
         ]
@@ -195,10 +194,17 @@ class WholeParameters(ZeroDataParallel):
 
     def _gather_rows(self, members: Iterable[OwnedRows]) -> None:
         """Make divided parameters whole and new; collective."""
+        for gather, own in self._by_gather(members):
+            gather.gather(own)
+
+    def _by_gather(self, members: Iterable[OwnedRows]) -> "list[tuple[RowGather, list[OwnedRows]]]":
+        """What of some rows is gathered, and by what."""
         divided = [rows for rows in members if not rows.is_whole]
-        for gather, parameters in self._gathers:
-            if own := [rows for rows in divided if rows.parameter in parameters]:
-                gather.gather(own)
+        each = [
+            (gather, [rows for rows in divided if rows.parameter in parameters])
+            for gather, parameters in self._gathers
+        ]
+        return [(gather, own) for gather, own in each if own]
 
     @override
     def show_gradients(self, whole: bool) -> None:
@@ -292,11 +298,11 @@ class WholeParameters(ZeroDataParallel):
 
     @override
     def after_step(self, optimizer: Optimizer) -> None:
-        members = self._stepped_by(optimizer)
-        for rows in members:
-            if rows.is_whole:
-                rows.write_back()
-        self._gather_rows(members)
+        stepped = self._stepped_by(optimizer)
+        for rows in stepped.whole:
+            rows.write_back()
+        for gather, own in stepped.divided:
+            gather.gather(own)
 
     @override
     def gather_all(self) -> None:
@@ -327,12 +333,26 @@ class WholeParameters(ZeroDataParallel):
         for buckets in self._buckets:
             buckets.close()
 
-    def _stepped_by(self, optimizer: Optimizer) -> list[OwnedRows]:
+    def _stepped_by(self, optimizer: Optimizer) -> "_Stepped":
         """The rows of the trained parameters of an optimizer, in its order."""
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         key = list(map(id, trained))
-        known = self._members.get(optimizer)
-        if known is None or known[0] != key:
-            known = key, [self.rows[p] for p in trained if p in self.rows]
-            self._members[optimizer] = known
-        return known[1]
+        known = self._stepped.get(optimizer)
+        if known is None or known.key != key:
+            members = [self.rows[p] for p in trained if p in self.rows]
+            whole = [rows for rows in members if rows.is_whole]
+            known = _Stepped(key, whole, self._by_gather(members))
+            self._stepped[optimizer] = known
+        return known
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """Rows on which an optimizer has stepped."""
+
+    key: list[int]
+    """The trained parameters of the optimizer."""
+    whole: list[OwnedRows]
+    """Those of parameters that this rank owns whole."""
+    divided: list[tuple[RowGather, list[OwnedRows]]]
+    """The others, by the group that gathers them."""

@@ -27,6 +27,7 @@ from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
+from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
 
@@ -71,14 +72,14 @@ class DataLoading:
         predicting = trainer.state.fn == TrainerFn.PREDICTING
         divide_data(trainer, divide=self._divides and predicting)
 
-    def check(self, batch: Any, trainer: Trainer, topology: Topology, group: Any) -> None:
+    def check(self, batch: Any, run: Run) -> None:
         """Compare the first batches of data that the user divides himself; collective."""
         if self._checked:
             return
         self._checked = True
-        names = self.position.left_to_the_user(trainer)
-        if names and topology.world_size > 1:
-            compare_batches(batch, names, topology, group)
+        names = self.position.left_to_the_user(run.trainer)
+        if names and run.world_size > 1:
+            compare_batches(batch, names, run.topology, run.host_group)
 
     def share_problems(
         self,
