@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_megatron._torch import DisableTorchFunctionSubclass
 from lightning_megatron.layers.part_norms import own_number
 from lightning_megatron.layers.places import Place
-from lightning_megatron.layers.split_rules import Args, Kwargs
+from lightning_megatron.layers.torch_functions import Args, Kwargs
 
 LEARNING = frozenset(("sum", "mean", "norm", "vector_norm"))
 """Reductions through which parts learn; gradients of maxima depend on who has the same number."""
