@@ -219,7 +219,7 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | 
         return NotImplemented
     if isinstance(index, DividedTensor):
         rows = x.beside(index)
-    elif split_of(index) is None and index.shape[: split + 1] == x.full_shape[: split + 1]:
+    elif split_of(index) is None and index.shape[split] == x.full_shape[split]:
         rows = x.cut(index)
     else:
         rows = NotImplemented

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,9 @@ PARTS: dict[str, Function] = {
     "softmax": lambda x, w: x.softmax(-1),
     "log_softmax": lambda x, w: F.log_softmax(x, dim=2),
     "softmax along the sequence": lambda x, w: x.softmax(1),
+    "relu in place": lambda x, w: F.relu(x * 1, inplace=True),
+    "std over the batch": lambda x, w: x.std(0, True),
+    "picked along the sequence": lambda x, w: x.gather(1, MASK[:, :3].long()),
     "mean over the sequence": lambda x, w: x.mean(1),
     "mean over the sequence, kept": lambda x, w: x.mean((0, 1), keepdim=True),
     "maxima over the sequence": lambda x, w: x.max(1).values,
@@ -169,6 +173,8 @@ WHOLES: dict[str, Function] = {
     "added to a whole": lambda x, w: torch.zeros(B, S, V).double().add_(x),
     "moved to a whole": lambda x, w: _assigned(torch.zeros(B, S, V).double(), ..., x),
     "shape": lambda x, w: torch.tensor([*x.shape, x.numel(), len(x), x.size(-1), x.dim()]),
+    "bytes": lambda x, w: torch.tensor(x.nbytes),
+    "beside nothing": lambda x, w: torch.tensor(operator.eq(x, None)),
 }
 """All ranks have the same, whole result."""
 
