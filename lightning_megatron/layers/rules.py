@@ -115,6 +115,10 @@ def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
 _FLAT = (Tensor, int, float)
 
 
+def _divided_in(args: Args, kwargs: Kwargs) -> bool:
+    return any(isinstance(x, DividedTensor) for x in tensors_in(args, kwargs))
+
+
 def _first(args: Args) -> tuple[DividedTensor, Tensor] | None:
     """The first argument and this rank's part of it; None if there is none."""
     x = args[0] if args else None
@@ -174,12 +178,12 @@ def along(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | N
     if not args:
         args, kwargs = (kwargs.get("input"),), {k: v for k, v in kwargs.items() if k != "input"}
     found = _first(args)
-    if found is None or len(tensors_in(args, kwargs)) > 1 or "out" in kwargs:
+    if found is None or _divided_in(args[1:], kwargs) or "out" in kwargs:
         return NotImplemented
     (x, local), about = found, TORCH_FUNCTIONS[func]
     name, at = "axis" if "axis" in kwargs else "dim", about.dim_at
     count, split = x.dim(), x.split_dim
-    dim = kwargs.get(name, args[at] if len(args) > at else -1 if about.last_dim else None)
+    dim = kwargs.get(name, args[at] if len(args) > at else about.default_dim)
     dims = dims_of(dim, count)
     if dims is None:
         return NotImplemented
@@ -193,7 +197,8 @@ def along(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | N
     else:
         kwargs = {**kwargs, name: moved}
     out = func(local, *args[1:], **kwargs)
-    is_kept = (out if isinstance(out, Tensor) else out[0]).dim() == local.dim()
+    of_each = out if isinstance(out, Tensor) else next(iter(out), local)
+    is_kept = of_each.dim() == local.dim()
     return x.made(out, x.from_right - (0 if is_kept else sum(d > split for d in dims)))
 
 
@@ -228,6 +233,25 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | 
     return x.made(func(local, dim % count - count, rows), x.from_right)
 
 
+def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``cat`` and ``stack`` along another dim than the split one."""
+    tensors = args[0] if args else ()
+    first = tensors[0] if tensors else None
+    if not all(isinstance(x, DividedTensor) for x in tensors) or "out" in kwargs:
+        return NotImplemented
+    if first is None or first.local() is None:
+        return NotImplemented
+    parts, stacks = [first.beside(x) for x in tensors], func.__name__ == "stack"
+    count, split = first.dim() + stacks, first.split_dim
+    (dim,) = given_by(args, kwargs, dim=0)
+    is_behind = dim % count > split
+    if any(x is NotImplemented for x in parts) or (not stacks and dim % count == split):
+        return NotImplemented
+    if not (is_behind or first.moves_front):
+        return NotImplemented
+    return first.made(func(parts, dim % count - count), first.from_right + (stacks and is_behind))
+
+
 # Weights, which each position gets ----------------------------------------------------------------
 
 
@@ -243,7 +267,7 @@ def by_row(
         width: function that returns the number of dims that each row needs; 0 if none will do.
     """
     found = _first(args)
-    if found is None or any(isinstance(t, DividedTensor) for t in tensors_in(args[1:], kwargs)):
+    if found is None or _divided_in(args[1:], kwargs):
         return NotImplemented
     x, local = found
     if not 0 < width(args, kwargs) < x.from_right:

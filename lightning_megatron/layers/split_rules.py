@@ -168,6 +168,15 @@ def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     )
 
 
+def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``repeat_interleave`` along the split dim by a number: each rank repeats its part."""
+    x = args[0]
+    times, dim = given_by(args, kwargs, repeats=1, dim=None)
+    if dim is None or not isinstance(times, int):
+        return NotImplemented
+    return marked_as(func(*args, **kwargs), x, split_in(x).dim)
+
+
 def normed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of the norm of all elements: the norm of the norms of the parts."""
     x = args[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.layers.split_rules import marked_as, split_in
 from lightning_megatron.layers.splits import Split, beside, split_of, whole, whole_shape
-from lightning_megatron.layers.torch_functions import Args, Kwargs, dims_of, given_by
+from lightning_megatron.layers.torch_functions import Args, Kwargs
 
 
 def with_shape(func: Callable[..., Any], x: Tensor, shape: tuple[int, ...]) -> Any:
@@ -72,42 +72,6 @@ def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return marked_as(out, x, tuple(func(probe, *args[1:], **kwargs).shape).index(2))
 
 
-def chunked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``chunk``, ``split``, ``narrow`` and ``index_select``."""
-    x, split = args[0], split_of(args[0])
-    place = 1 if func.__name__ in ("index_select", "narrow") else 2
-    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-    dims = dims_of(dim, x.dim()) if split is not None else None
-    if split is None or dims is None or split.dim in dims:
-        return NotImplemented
-    return marked_as(func(*args, **kwargs), x, split.dim)
-
-
-def without_a_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``select`` and ``unbind``."""
-    x, split = args[0], split_of(args[0])
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if split is None or split.dim == dim % x.dim():
-        return NotImplemented
-    out = func(*args, **kwargs)
-    return marked_as(out, x, split.dim - (dim % x.dim() < split.dim))
-
-
-def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``cat`` and ``stack`` along another dim."""
-    (tensors,), rest = args[:1], args[1:]
-    dim = kwargs.get("dim", rest[0] if rest else 0)
-    splits = {split_of(t) for t in tensors}
-    (split, *others) = splits
-    if others or split is None or "out" in kwargs:
-        return NotImplemented
-    stacks = func.__name__ == "stack"
-    dim %= tensors[0].dim() + stacks
-    if not stacks and dim == split.dim:
-        return NotImplemented
-    return marked_as(func(*args, **kwargs), tensors[0], split.dim + (stacks and dim <= split.dim))
-
-
 def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``expand``, to sizes of the whole."""
     x, split = args[0], split_of(args[0])
@@ -118,15 +82,6 @@ def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if sizes[place] == x.shape[place] * split.axis.size:
         sizes[place] = -1
     return marked_as(x.expand(sizes), x, from_right=-place)
-
-
-def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``repeat_interleave`` by a number: each rank repeats its own part."""
-    x, split = args[0], split_of(args[0])
-    times, dim = given_by(args, kwargs, repeats=1, dim=None)
-    if split is None or dim is None or not isinstance(times, int):
-        return NotImplemented
-    return marked_as(func(*args, **kwargs), x, split.dim)
 
 
 def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

@@ -292,11 +292,9 @@ RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(("permute", "adjoint"), shapes.permuted),
     "unsqueeze": rules.unsqueezed,
     "squeeze": rules.squeezed,
-    "pieces": shapes.chunked,
-    "without_a_dim": shapes.without_a_dim,
-    "join": shapes.joined,
+    "join": rules.joined,
     "expand": shapes.expanded,
-    "repeat_interleave": shapes.repeated,
+    "repeat_interleave": partial(rules.along, across=split_rules.repeated),
     "item": shapes.item,
     "set_item": shapes.set_item,
 }

@@ -102,8 +102,6 @@ Kind = Literal[
     "adjoint",
     "unsqueeze",
     "squeeze",
-    "pieces",
-    "without_a_dim",
     "join",
     "expand",
     "repeat_interleave",
@@ -121,8 +119,8 @@ class TorchFunction:
     """Kind."""
     dim_at: int = 1
     """Place of the argument that names dims, of functions along dims."""
-    last_dim: bool = False
-    """Whether the default is the last dim; else it is all dims."""
+    default_dim: int | None = None
+    """Dim that is taken where none is named; None for all dims."""
     in_place: bool = False
     """Whether what has this name and an underscore does the same in place."""
     of_each: str = ""
@@ -186,9 +184,11 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("dropout", in_place=True): "dropout alpha_dropout feature_dropout",
     TorchFunction("along"): """prod any all nansum nanmean median nanmedian std var cumsum cumprod
         logcumsumexp cummax cummin""",
-    TorchFunction("along", last_dim=True): "sort argsort",
-    TorchFunction("along", dim_at=2, last_dim=True): "topk kthvalue",
+    TorchFunction("along", default_dim=-1): "sort argsort",
+    TorchFunction("along", dim_at=2, default_dim=-1): "topk kthvalue",
     TorchFunction("along", dim_at=2): "normalize",
+    TorchFunction("along", default_dim=0): "select unbind narrow index_select",
+    TorchFunction("along", dim_at=2, default_dim=0): "chunk split split_with_sizes tensor_split",
     TorchFunction("sum"): "sum",
     TorchFunction("mean"): "mean",
     TorchFunction("logsumexp"): "logsumexp",
@@ -213,11 +213,9 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("adjoint"): "adjoint .H .mH",
     TorchFunction("unsqueeze"): "unsqueeze",
     TorchFunction("squeeze"): "squeeze",
-    TorchFunction("pieces"): "chunk split split_with_sizes tensor_split narrow index_select",
-    TorchFunction("without_a_dim"): "select unbind",
     TorchFunction("join"): "cat concat concatenate stack",
     TorchFunction("expand"): "expand",
-    TorchFunction("repeat_interleave"): "repeat_interleave",
+    TorchFunction("repeat_interleave", dim_at=2): "repeat_interleave",
     TorchFunction("item"): "__getitem__",
     TorchFunction("set_item"): "__setitem__",
     TorchFunction("reshape_in_place"): """t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_
