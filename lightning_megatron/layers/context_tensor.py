@@ -269,7 +269,7 @@ _WATCH = frozenset(("hook", "retain_grad"))
 RULES: Mapping[Kind, Rule] = {
     "repr": _repr,
     **dict.fromkeys(("same", "detached", "moved"), rules.same),
-    "elementwise": rules.elementwise,
+    **dict.fromkeys(("elementwise", "like"), rules.elementwise),
     **dict.fromkeys(("along", "sum", "mean", "logsumexp", "extremum", "softmax"), rules.along),
     **dict.fromkeys(("log_softmax", "norm", "repeat_interleave"), rules.along),
     "join": rules.joined,

@@ -265,7 +265,7 @@ RULES: Mapping[Kind, Rule] = {
     "differentiate": gradients,
     **dict.fromkeys(("same", "detached", "moved", "gradient", "data"), rules.same),
     **dict.fromkeys(("requires_grad_", "detach_"), rules.same),
-    **dict.fromkeys(("elementwise", "by_channel"), rules.elementwise),
+    **dict.fromkeys(("elementwise", "by_channel", "like"), rules.elementwise),
     "foreach": split_rules.foreach,
     "drawn_like": split_rules.drawn_like,
     "dropout": split_rules.dropout,

@@ -80,6 +80,8 @@ OF_LEARNING = frozenset(
     )
 )
 """Kinds about how a tensor learns, which the tensor knows that has the memory."""
+READS = frozenset(("reads", "array", "backward"))
+"""Kinds that read values."""
 _TELLS_NO_VALUES = OF_MEMORY - {"new"} | OF_LEARNING | {"shape", "repr"}
 
 

@@ -48,6 +48,7 @@ from lightning_megatron.layers.stage_functions import (
     FORMATS,
     GRADIENT,
     OF_LEARNING,
+    READS,
     device_of_result,
     draws,
     moved,
@@ -373,7 +374,7 @@ class StageWeights:
         owners = {o for x in tree_flatten((args, kwargs))[0] if (o := self.owner_of(x)) is not None}
         if changed is not None:
             args, kwargs = self._with_values(func, (args, kwargs), apart_from=at)
-        elif len(owners) > 1 or kind_of(func) in ("reads", "backward"):
+        elif len(owners) > 1 or kind_of(func) in READS:
             args, kwargs = self._with_values(func, (args, kwargs))
         if not any(self.owner_of(x) is not None for x in tree_flatten((args, kwargs))[0]):
             return locked(func, func(*args, **kwargs))
@@ -401,7 +402,7 @@ class StageWeights:
         """``func`` where its tensors are; elsewhere None, after what it draws."""
         given = tree_flatten((args, kwargs))[0]
         if not any(isinstance(x, StageTensor) and x.own is None for x in given):
-            follows = kind_of(func) in ("elementwise", "by_channel") or draws(func)
+            follows = kind_of(func) in ("elementwise", "by_channel", "like") or draws(func)
             before = None if follows else self._drawn()
             with self.within_stage(), EnableTorchFunction():
                 found = func(*tree_map(_value, args), **tree_map(_value, kwargs))

@@ -43,6 +43,7 @@ Kind = Literal[
     "learning",
     "version",
     "memory",
+    "storage",
     "repr",
     "new",
     # The tensor as an object of autograd.
@@ -61,11 +62,14 @@ Kind = Literal[
     "differentiate",
     # Values for others.
     "reads",
+    "array",
+    "foreign",
     "deep_copy",
     "pickle",
     # Element by element.
     "elementwise",
     "by_channel",
+    "like",
     "same",
     "detached",
     "moved",
@@ -84,6 +88,7 @@ Kind = Literal[
     "softmax",
     "log_softmax",
     "norm",
+    "norm_or_matrix_norm",
     "gather",
     # Products, norms of layers, losses.
     "matmul",
@@ -111,6 +116,9 @@ Kind = Literal[
 ]
 
 
+Total = Literal["sum", "mean", "norm", "any", "all", "max", "min"]
+
+
 @dataclass(frozen=True)
 class TorchFunction:
     """What a function of torch does."""
@@ -125,6 +133,8 @@ class TorchFunction:
     """Whether what has this name and an underscore does the same in place."""
     of_each: str = ""
     """Name of what a function of lists does to each tensor."""
+    total: Total | None = None
+    """What becomes one number when no dim is named; that of parts follows from those of each."""
 
 
 _BINARY = "add sub mul truediv floordiv mod pow and or xor div"
@@ -136,10 +146,10 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("shape"): ".shape size numel nelement __len__ .nbytes",
     TorchFunction("learning"): ".requires_grad .grad_fn .is_leaf",
     TorchFunction("version"): "._version ._backward_hooks",
-    TorchFunction("memory"): """as_subclass data_ptr untyped_storage storage_offset is_pinned
-        is_shared ._base .retains_grad""",
+    TorchFunction("memory"): "as_subclass storage_offset is_pinned is_shared ._base .retains_grad",
+    TorchFunction("storage"): "data_ptr untyped_storage",
     TorchFunction("repr"): "__repr__ __format__",
-    TorchFunction("new"): "new_empty new_zeros new_ones new_full new_tensor",
+    TorchFunction("new"): "new_empty new_zeros new_ones new_full new_tensor new_empty_strided",
     TorchFunction("gradient"): ".grad",
     TorchFunction("set_gradient"): ".grad=",
     TorchFunction("delete_gradient"): "-.grad",
@@ -151,8 +161,10 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("set_learning"): ".requires_grad= register_post_accumulate_grad_hook",
     TorchFunction("detach_"): "detach_",
     TorchFunction("backward"): "backward",
-    TorchFunction("reads"): """item tolist numpy equal allclose is_nonzero __array__ __bool__
-        __float__ __int__ __index__ __complex__ __contains__""",
+    TorchFunction("reads"): """item tolist equal allclose is_nonzero __bool__ __float__ __int__
+        __index__ __complex__ __contains__""",
+    TorchFunction("array"): "numpy __array__",
+    TorchFunction("foreign"): "storage __dlpack__",
     TorchFunction("deep_copy"): "__deepcopy__",
     TorchFunction("pickle"): "__reduce_ex__ __reduce__",
     TorchFunction(
@@ -167,12 +179,13 @@ _NAMES: Mapping[TorchFunction, str] = {
         isposinf isneginf logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
         bitwise_not bitwise_xor sign sgn signbit round floor ceil trunc fix frac nan_to_num erf
         erfc erfinv atan2 hypot xlogy xlog1py logaddexp logaddexp2 copysign heaviside ldexp digamma
-        lgamma entr ndtr rsub zeros_like ones_like full_like empty_like copy fill zero type_as""",
+        lgamma entr ndtr rsub copy fill zero type_as""",
     TorchFunction("elementwise"): " ".join(
         f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r", "i")
     )
     + " __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __pos__ __abs__ __invert__",
     TorchFunction("by_channel"): "prelu",
+    TorchFunction("like"): "zeros_like ones_like full_like empty_like",
     TorchFunction("same"): "clone contiguous",
     TorchFunction("detached"): "detach",
     TorchFunction(
@@ -182,21 +195,27 @@ _NAMES: Mapping[TorchFunction, str] = {
         cauchy_ log_normal_ random_ trunc_normal_ dropout1d dropout2d dropout3d""",
     TorchFunction("drawn_like"): "rand_like randn_like randint_like",
     TorchFunction("dropout", in_place=True): "dropout alpha_dropout feature_dropout",
-    TorchFunction("along"): """prod any all nansum nanmean median nanmedian std var cumsum cumprod
+    TorchFunction("along", total="any"): "any",
+    TorchFunction("along", total="all"): "all",
+    TorchFunction("along"): """prod nansum nanmean median nanmedian std var cumsum cumprod
         logcumsumexp cummax cummin""",
     TorchFunction("along", default_dim=-1): "sort argsort",
     TorchFunction("along", dim_at=2, default_dim=-1): "topk kthvalue",
     TorchFunction("along", dim_at=2): "normalize",
     TorchFunction("along", default_dim=0): "select unbind narrow index_select",
     TorchFunction("along", dim_at=2, default_dim=0): "chunk split split_with_sizes tensor_split",
-    TorchFunction("sum"): "sum",
-    TorchFunction("mean"): "mean",
+    TorchFunction("sum", total="sum"): "sum",
+    TorchFunction("mean", total="mean"): "mean",
     TorchFunction("logsumexp"): "logsumexp",
-    TorchFunction("extremum"): "argmax argmin amax amin",
-    TorchFunction("pair_or_extremum"): "max min",
+    TorchFunction("extremum"): "argmax argmin",
+    TorchFunction("extremum", total="max"): "amax",
+    TorchFunction("extremum", total="min"): "amin",
+    TorchFunction("pair_or_extremum", total="max"): "max",
+    TorchFunction("pair_or_extremum", total="min"): "min",
     TorchFunction("softmax"): "softmax",
     TorchFunction("log_softmax"): "log_softmax",
-    TorchFunction("norm", dim_at=2): "norm",
+    TorchFunction("norm", dim_at=2, total="norm"): "norm linalg_vector_norm",
+    TorchFunction("norm_or_matrix_norm", total="norm"): "linalg_norm",
     TorchFunction("gather"): "gather",
     TorchFunction("matmul"): "matmul __matmul__",
     TorchFunction("matrix_product"): "bmm mm __rmatmul__",
@@ -235,6 +254,8 @@ def _named(name: str) -> Iterator[Any]:
         spaces, name = [attribute], access
     else:
         spaces = [Tensor] if name.startswith("__") else [torch, F, Tensor, torch.special, init]
+        if name.startswith("linalg_"):
+            spaces, name = [torch.linalg], name.removeprefix("linalg_")
     found = (getattr(space, name, None) for space in spaces)
     yield from (func for func in found if callable(func))
 
@@ -256,7 +277,7 @@ TORCH_FUNCTIONS: Mapping[Callable[..., Any], TorchFunction] = dict(_functions())
 
 OF_MEMORY: frozenset[Kind] = frozenset(
     (
-        *("format", "learning", "version", "memory", "new"),
+        *("format", "learning", "version", "memory", "storage", "new"),
         *("retain_grad", "set_gradient", "set_learning"),
     )
 )

@@ -54,7 +54,7 @@ from lightning_megatron.layers.part_numbers import (
     WholeOfParts,
     one_of,
     reduced,
-    reduces,
+    total_of,
 )
 from lightning_megatron.layers.places import Place
 from lightning_megatron.layers.split_tensor import SplitTensor, gradients
@@ -74,8 +74,8 @@ from lightning_megatron.layers.torch_functions import (
 )
 
 
-class PartWeight(nn.Parameter):
-    """Parameter of which this rank has a part (see the module's text)."""
+class _PartOfWeight(Tensor):
+    """What a weight in parts, its gradient and what follows from them have in common."""
 
     handles_split_tensors = True
     handles_weights = True
@@ -87,6 +87,10 @@ class PartWeight(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return _apply(func, types, args, kwargs or {})
+
+
+class PartWeight(_PartOfWeight, nn.Parameter):
+    """Parameter of which this rank has a part (see the module's text)."""
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartWeight":
@@ -107,34 +111,12 @@ class SplitWeight(SplitTensor):
         return locked(func, super().__torch_function__(func, types, args, kwargs))
 
 
-class PartTensor(Tensor):
+class PartTensor(_PartOfWeight):
     """Gradient of such a parameter, or what was computed from it element by element."""
 
-    handles_split_tensors = True
-    handles_weights = True
-    _place: Place
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        return _apply(func, types, args, kwargs or {})
-
-
-class PartDTensor(DTensor):
+class PartDTensor(_PartOfWeight, DTensor):
     """Parameter, gradient or result of which ZeRO 3 leaves some rows to this rank."""
-
-    handles_split_tensors = True
-    handles_weights = True
-    _place: Place
-
-    @classmethod
-    @override
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        return _apply(func, types, args, kwargs or {})
 
 
 class _Pipeline:
@@ -240,7 +222,7 @@ def _stages(args: Args, kwargs: Kwargs) -> Any:
 
 def locked(func: Callable[..., Any], found: Any) -> Any:
     """Let an array of NumPy refuse changes, which a weight would not get."""
-    if func in _ARRAYS:
+    if kind_of(func) == "array":
         found.setflags(write=False)
     return found
 
@@ -321,10 +303,10 @@ def _of_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs, parts: list[
         return split_rules.foreach(func, args, kwargs)
     if not place.is_cut:
         return _of_copies(func, args, kwargs, learns=learns)
-    name = name_of(func)
     alone = len(parts) == 1 and first is args[0]
-    if alone and reduces(func, name, args, kwargs) and (not learns or name in LEARNING):
-        return reduced(name, first, place, args, kwargs)
+    total = total_of(func, args, kwargs) if alone else None
+    if total is not None and (not learns or total in LEARNING):
+        return reduced(total, first, place, args, kwargs)
     if kind in _ELEMENTWISE and "out" not in kwargs:
         fitted = _fitted(func, args, kwargs, place, learns=learns)
         if fitted is not None:
@@ -584,9 +566,10 @@ def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 _PROPERTIES: Any = Tensor
-_ARRAYS = (Tensor.numpy, Tensor.__array__)
 _OF_VALUES = (_PROPERTIES.real.__get__, _PROPERTIES.imag.__get__)
-_ELEMENTWISE = frozenset(("elementwise", "by_channel", "moved", "same", "detached", "detach_"))
+_ELEMENTWISE = frozenset(
+    ("elementwise", "by_channel", "like", "moved", "same", "detached", "detach_")
+)
 RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(("gradient", "data"), _get_gradient),
     "set_gradient": _set_gradient,
