@@ -13,6 +13,8 @@ class                              its map                       of a kind that 
 `weights.PartWeight` and its like  ``weights.RULES``             the whole
 `stage_weights.StageTensor`        sets of `stage_functions`     run by the stage that has it
 `lazy_tensor.LazyTensor`           ``lazy_tensor.ITSELF``        the values, which are fetched
+`stored_tensor.StoredTensor`       rules of operators            the values, which are read
+`absent.Absent`                    refuses what reads values     run on meta, for the shape
 =================================  ============================  ==============================
 
 So a function that is missing here is right all the same, at the cost of the values. A wrong kind is
@@ -288,6 +290,12 @@ def kind_of(func: Callable[..., Any]) -> Kind | None:
     """Kind of a function of torch; None if it is not in the table."""
     found = TORCH_FUNCTIONS.get(func)
     return None if found is None else found.kind
+
+
+def kind_of_operator(operator: Any) -> Kind | None:
+    """Kind of an operator, which ``__torch_dispatch__`` gets: that of the function of its name."""
+    name = operator.overloadpacket.__name__
+    return kind_of(getattr(torch, name, None) or getattr(Tensor, name, None))  # type: ignore[arg-type]
 
 
 def name_of(func: Any) -> str:
