@@ -63,7 +63,10 @@ class ContextTensor(DividedTensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         rule = RULES.get(kind) if args and kind is not None else None
-        found = NotImplemented if rule is None else rule(func, args, kwargs or {})
+        first = None if rule is None else rules.first_divided(args, kwargs or {})
+        found: Any = NotImplemented
+        if rule is not None and isinstance(first, ContextTensor):  # not split over tp, as a whole
+            found = rule(func, args, kwargs or {})
         if found is NotImplemented:
             return _on_whole(func, args, kwargs or {})
         if isinstance(found, Tensor) and found.requires_grad:
@@ -83,6 +86,10 @@ class ContextTensor(DividedTensor):
         with torch.no_grad():
             args, kwargs = tree_map(_values, (args, kwargs or {}))
             return func(*args, **kwargs)
+
+    @override
+    def is_kin(self, other: Tensor) -> bool:
+        return part_of(other) is not None
 
     @override
     def local(self) -> Tensor | None:

@@ -54,6 +54,10 @@ class DividedTensor(Tensor):
     changes_part: bool
     """Whether the part is changed where the tensor is changed in place."""
 
+    def is_kin(self, other: Tensor) -> bool:
+        """Whether another tensor is divided over the same group."""
+        raise NotImplementedError
+
     def local(self) -> Tensor | None:
         """Return this rank's part, of which rules compute; None if only the whole counts."""
         raise NotImplementedError
@@ -115,8 +119,14 @@ def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
 _FLAT = (Tensor, int, float)
 
 
-def _divided_in(args: Args, kwargs: Kwargs) -> bool:
-    return any(isinstance(x, DividedTensor) for x in tensors_in(args, kwargs))
+def first_divided(args: Args, kwargs: Kwargs) -> DividedTensor | None:
+    """Return the first divided tensor among the arguments."""
+    return next((x for x in tensors_in(args, kwargs) if isinstance(x, DividedTensor)), None)
+
+
+def _has_kin(x: DividedTensor, args: Args, kwargs: Kwargs) -> bool:
+    """Whether arguments beside the first are divided as that is."""
+    return any(map(x.is_kin, tensors_in(args[1:], kwargs)))
 
 
 def _first(args: Args) -> tuple[DividedTensor, Tensor] | None:
@@ -131,7 +141,7 @@ def _first(args: Args) -> tuple[DividedTensor, Tensor] | None:
 
 def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of elementwise functions, with broadcasting."""
-    first = next((x for x in tensors_in(args, kwargs) if isinstance(x, DividedTensor)), None)
+    first = first_divided(args, kwargs)
     if first is None or "out" in kwargs:
         return NotImplemented
     if changes(func, kwargs):
@@ -178,7 +188,7 @@ def along(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | N
     if not args:
         args, kwargs = (kwargs.get("input"),), {k: v for k, v in kwargs.items() if k != "input"}
     found = _first(args)
-    if found is None or _divided_in(args[1:], kwargs) or "out" in kwargs:
+    if found is None or _has_kin(found[0], args, kwargs) or "out" in kwargs:
         return NotImplemented
     (x, local), about = found, TORCH_FUNCTIONS[func]
     name, at = "axis" if "axis" in kwargs else "dim", about.dim_at
@@ -222,7 +232,7 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | 
         return NotImplemented if across is None else across(func, args, kwargs)
     if "out" in kwargs or index.dim() != count or (dim % count < split and not x.moves_front):
         return NotImplemented
-    if isinstance(index, DividedTensor):
+    if x.is_kin(index):
         rows = x.beside(index)
     elif split_of(index) is None and index.shape[split] == x.full_shape[split]:
         rows = x.cut(index)
@@ -236,10 +246,8 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs, across: Rule | 
 def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``cat`` and ``stack`` along another dim than the split one."""
     tensors = args[0] if args else ()
-    first = tensors[0] if tensors else None
-    if not all(isinstance(x, DividedTensor) for x in tensors) or "out" in kwargs:
-        return NotImplemented
-    if first is None or first.local() is None:
+    first = first_divided((tensors,), {})
+    if first is None or not all(map(first.is_kin, tensors)) or "out" in kwargs:
         return NotImplemented
     parts, stacks = [first.beside(x) for x in tensors], func.__name__ == "stack"
     count, split = first.dim() + stacks, first.split_dim
@@ -267,7 +275,7 @@ def by_row(
         width: function that returns the number of dims that each row needs; 0 if none will do.
     """
     found = _first(args)
-    if found is None or _divided_in(args[1:], kwargs):
+    if found is None or _has_kin(found[0], args, kwargs):
         return NotImplemented
     x, local = found
     if not 0 < width(args, kwargs) < x.from_right:

@@ -84,6 +84,10 @@ class SplitTensor(DividedTensor):
             return found
 
     @override
+    def is_kin(self, other: Tensor) -> bool:
+        return split_of(other) is not None
+
+    @override
     def local(self) -> Tensor:
         return self
 

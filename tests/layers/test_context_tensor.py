@@ -69,6 +69,12 @@ def _changed(x):
     return x.div_(2) * x
 
 
+def _beside_a_split(net, x):
+    """Under tp the first is split over tp, the second over cp and tp."""
+    a, b = net.column(whole(x)), net.column(x)
+    return a * b + b * a + torch.cat([a, b], -1)[..., 2:6] + torch.maximum(a.to(b), b) + b.to(a)
+
+
 def _relued(x):
     mean = x.mean(1, keepdim=True)
     return F.relu(x, inplace=True) * mean + x.cumsum(1)
@@ -101,6 +107,7 @@ STAYS = {
     "classes by index": lambda net, x, y: x.index_select(-1, torch.tensor([5, 0])),
     "joined": lambda net, x, y: torch.cat([x, x.exp()], -1).repeat_interleave(2, -1),
     "stacked": lambda net, x, y: torch.stack([x, x.exp()], -1),
+    "beside a split": lambda net, x, y: _beside_a_split(net, x),
     "without the last": lambda net, x, y: x[:, :-1] * 2,
     "without the first": lambda net, x, y: x[:, 1:, :].exp(),
     "inner": lambda net, x, y: x[:, 1:][:, :-2],
@@ -189,7 +196,8 @@ def _functions(options, kind):
             except Exception as error:
                 raise AssertionError(f"{name}, {length} positions: {error}") from error
             rows = part_of(outs[1])
-            if (tp == 1 or name not in ("heads", "unflatten")) and name != "own function":
+            by_features = name in ("heads", "unflatten", "beside a split")
+            if (tp == 1 or not by_features) and name != "own function":
                 assert (rows is not None) == (kind == "stays"), name
             torch.testing.assert_close(whole(outs[1].detach()), outs[0].detach())
 
