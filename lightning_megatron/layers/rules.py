@@ -27,7 +27,7 @@ gathers. A rule decides that without communication, from what all ranks know.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -121,7 +121,10 @@ _FLAT = (Tensor, int, float)
 
 def first_divided(args: Args, kwargs: Kwargs) -> DividedTensor | None:
     """Return the first divided tensor among the arguments."""
-    return next((x for x in tensors_in(args, kwargs) if isinstance(x, DividedTensor)), None)
+    for x in tensors_in(args, kwargs):
+        if isinstance(x, DividedTensor):
+            return x
+    return None
 
 
 def _has_kin(x: DividedTensor, args: Args, kwargs: Kwargs) -> bool:
@@ -150,15 +153,21 @@ def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             return NotImplemented
     if func.__name__ == "where" and len(args) + len(kwargs) == 1:
         return NotImplemented
-
-    def fit(leaf: Any) -> Any:
-        return first.beside(leaf) if isinstance(leaf, Tensor) else leaf
-
-    fitted = tuple(map(fit, args))  # elementwise functions take no lists
-    named = {name: fit(value) for name, value in kwargs.items()}
-    if any(a is NotImplemented for a in (*fitted, *named.values())):
+    fitted, named = _beside(first, args), _beside(first, kwargs.values())
+    if fitted is None or named is None:
         return NotImplemented
-    return first.made(func(*fitted, **named), first.from_right)
+    return first.made(func(*fitted, **dict(zip(kwargs, named, strict=True))), first.from_right)
+
+
+def _beside(first: DividedTensor, values: Iterable[Any]) -> list[Any] | None:
+    """Operands for the part of ``first``, none of which is a list; None if it takes the whole."""
+    fitted = []
+    for value in values:
+        operand = first.beside(value) if isinstance(value, Tensor) else value
+        if operand is NotImplemented:
+            return None
+        fitted.append(operand)
+    return fitted
 
 
 def same(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -249,11 +258,11 @@ def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     first = first_divided((tensors,), {})
     if first is None or not all(map(first.is_kin, tensors)) or "out" in kwargs:
         return NotImplemented
-    parts, stacks = [first.beside(x) for x in tensors], func.__name__ == "stack"
+    parts, stacks = _beside(first, tensors), func.__name__ == "stack"
     count, split = first.dim() + stacks, first.split_dim
     (dim,) = given_by(args, kwargs, dim=0)
     is_behind = dim % count > split
-    if any(x is NotImplemented for x in parts) or (not stacks and dim % count == split):
+    if parts is None or (not stacks and dim % count == split):
         return NotImplemented
     if not (is_behind or first.moves_front):
         return NotImplemented

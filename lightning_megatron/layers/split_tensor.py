@@ -101,8 +101,15 @@ class SplitTensor(DividedTensor):
     def split_dim(self) -> int:
         return self._split.dim
 
+    @property
+    @override
+    def from_right(self) -> int:
+        return self.dim() - self._split.dim
+
     @override
     def beside(self, other: Tensor) -> Any:
+        if other is self:
+            return other
         split, place = self._split, self.from_right
         size, of_other = self.shape[split.dim], split_of(other)
         if of_other is None:
