@@ -180,9 +180,11 @@ def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 def normed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of the norm of all elements: the norm of the norms of the parts."""
     x = args[0]
-    order, dim, _, dtype = given_by(args, kwargs, p=2.0, dim=None, keepdim=False, dtype=None)
+    order, dim, keeps_dims, dtype = given_by(
+        args, kwargs, p=2.0, dim=None, keepdim=False, dtype=None
+    )
     order = 2.0 if order in (None, "fro") else kwargs.get("ord", order)
-    if dim is not None or isinstance(order, str) or order <= 0:
+    if dim is not None or keeps_dims or isinstance(order, str) or order <= 0:
         return NotImplemented
     wide = dtype or torch.promote_types(x.dtype, torch.float32)
     local = torch.linalg.vector_norm(own_part(x), order, dtype=wide)
