@@ -3,9 +3,9 @@
 Outside of a `PipelineSequential` everything is whole and equal on all cp ranks. So what comes out
 of one is a `ContextTensor`: it has the shape of the whole tensor and every function of torch
 returns what it returns for that, on every rank. Those that work on each position by itself, and
-cross entropy, use this rank's part (`layers.context_rules`). Any other gathers the whole once,
-which all cp ranks must do: none may stand under ``if trainer.is_global_zero``. `layers.whole` and
-`layers.own_part` return plain tensors.
+cross entropy, use this rank's part (`layers.rules`, `layers.context_rules`). Any other gathers
+the whole once, which all cp ranks must do: none may stand under ``if trainer.is_global_zero``.
+`layers.whole` and `layers.own_part` return plain tensors.
 
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())   # on the parts
     pooled = hidden.mean(1)                                                         # on the whole

@@ -2,8 +2,9 @@
 
 A column-parallel layer returns a `SplitTensor`: its storage and autograd are those of a plain
 tensor, this rank's part; its shape and every function of torch are those of the whole tensor
-(`layers.split_rules`). So ``logits.argmax(-1)``, ``x.softmax(-1)``, ``logits[..., 7]`` or
-``F.cross_entropy(logits.flatten(0, 1), labels)`` return what one process returns, on every rank.
+(`layers.rules`, `layers.split_rules`). So ``logits.argmax(-1)``, ``x.softmax(-1)``,
+``logits[..., 7]`` or ``F.cross_entropy(logits.flatten(0, 1), labels)`` return what one process
+returns, on every rank.
 An activation, or a product with the rank's own weights, costs a few microseconds more than on a
 plain tensor. The losses and the row-parallel layers of this library use the part directly.
 
