@@ -15,10 +15,9 @@ from typing_extensions import override
 from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron._torch.wrappers import stand_in, writes
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.whole.torch_functions import kind_of, kind_of_operator
 
-_READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal"})
-"""Operators that read values."""
-_GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_GRADIENTS = frozenset(("backward", "backward_of_all", "differentiate"))
 _READ = (
     "pp > 1: code of the model between its items, or a loss, reads values of an activation or a "
     "weight, which only an earlier pipeline stage has; nearest valid: pp=1, or trunk=[...] of "
@@ -60,7 +59,7 @@ class Absent(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _GRADIENTS:
+        if kind_of(func) in _GRADIENTS:
             raise ConfigError(_READ)
         given = (tuple(args), dict(kwargs or {}))
         known = with_values(given)
@@ -77,7 +76,8 @@ class Absent(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func.overloadpacket.__name__ in _READS:
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" or kind_of_operator(func) == "reads":
             raise ConfigError(_READ)
         if writes(func) and any(isinstance(x, Tensor) for x in _written(func, args, kwargs or {})):
             raise ConfigError(_WRITTEN)

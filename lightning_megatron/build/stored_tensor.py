@@ -22,6 +22,7 @@ from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron._torch.state_dicts import call_as_tensor, tree_any
 from lightning_megatron._torch.wrappers import stand_in
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.whole.torch_functions import kind_of, kind_of_operator
 
 _Window = tuple[tuple[int, int], ...]
 """First index and length along each dimension."""
@@ -31,12 +32,8 @@ _BLOCK = 1 << 22
 """Bytes that are read at once."""
 _MOVES = frozenset({"expand", "flip", "index", "index_select", "repeat", "roll", "squeeze"})
 """Operators that move values about, of which a part cannot be read alone."""
-_NEW = frozenset(
-    [f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
-    + [f"new_{name}" for name in ("empty", "zeros", "ones", "full", "empty_strided")]
-)
-"""Operators that take the form of a tensor and not its values."""
-_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_NEW = frozenset(("like", "drawn_like", "new"))
+"""Kinds of operators that take the form of a tensor and not its values."""
 
 
 class Source(Protocol):
@@ -131,7 +128,7 @@ class StoredTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == _SETS_DATA:  # how nn.Module.to() changes a dtype
+        if kind_of(func) == "set_data":  # how nn.Module.to() changes a dtype
             self, new = args
             if not (isinstance(self, StoredTensor) and isinstance(new, StoredTensor)):
                 raise _refusal("data")
@@ -155,12 +152,13 @@ class StoredTensor(Tensor):
                 _fill(args[0], args[1]._held)
                 return args[0]
             return func(*tree_map(_with_values, tuple(args)), **tree_map(_with_values, options))
-        if name not in _INWARD and name not in _MOVES and name not in _NEW:
+        is_new = kind_of_operator(func) in _NEW
+        if name not in _INWARD and name not in _MOVES and not is_new:
             return func(*tree_map(_with_values, tuple(args)), **tree_map(_with_values, options))
         first = next(a for a in _leaves((args, options)) if isinstance(a, StoredTensor))
         device = torch.device(options.get("device") or first.device)
         twins = tree_map(_twin, tuple(args))
-        if name in _NEW or device.type == "meta":
+        if is_new or device.type == "meta":
             return func(*twins, **{**tree_map(_twin, options), "device": device})
         on_meta = {**tree_map(_twin, options)}
         if "device" in on_meta:

@@ -67,9 +67,9 @@ class Place:
         return self.form == "rows" and (self.start, self.stop) == (0, self.layout.length)
 
     @property
-    def leading(self) -> int:
-        """Number of dims of the whole up to that of the positions."""
-        return 1 if self.form == "flat" else 2
+    def dim(self) -> int:
+        """Dim of the whole that has the positions."""
+        return {"flat": 0, "rows": 1, "columns": 2}[self.form]
 
     def shape(self, part: Tensor) -> torch.Size:
         """Shape of the whole."""
@@ -116,6 +116,10 @@ class ContextPart:
     def is_behind(self, x: Tensor) -> bool:
         """Whether the gradient of ``x`` is that of this part."""
         return x.grad_fn is self.node
+
+    def in_form(self) -> Tensor:
+        """Return the part with the last dims of the whole, from that of the positions on."""
+        return self.part.transpose(1, 2) if self.place.form == "columns" else self.part
 
     def local(self) -> Tensor:
         """Return the part as layers inside of a `PipelineSequential` take it, with padding."""

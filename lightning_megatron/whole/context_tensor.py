@@ -3,9 +3,9 @@
 Outside of a `PipelineSequential` everything is whole and equal on all cp ranks. So what comes out
 of one is a `ContextTensor`: it has the shape of the whole tensor and every function of torch
 returns what it returns for that, on every rank. Those that work on each position by itself, and
-cross entropy, use this rank's part (`whole.context_rules`). Any other gathers the whole once,
-which all cp ranks must do: none may stand under ``if trainer.is_global_zero``. `layers.whole` and
-`layers.own_part` return plain tensors.
+cross entropy, use this rank's part (`whole.rules`, `whole.context_rules`). Any other gathers
+the whole once, which all cp ranks must do: none may stand under ``if trainer.is_global_zero``.
+`layers.whole` and `layers.own_part` return plain tensors.
 
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())   # on the parts
     pooled = hidden.mean(1)                                                         # on the whole
@@ -27,20 +27,29 @@ from typing_extensions import override
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, tree_map
 from lightning_megatron._torch.wrappers import stand_in, writes
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.whole import context_rules as rules
+from lightning_megatron.whole import context_rules, rules
 from lightning_megatron.whole.context_part import ContextPart, Place
-from lightning_megatron.whole.context_rules import Args, Kwargs, Rule, along
-from lightning_megatron.whole.copied_view import changes
-from lightning_megatron.whole.split_rules import communicates, functions
+from lightning_megatron.whole.rules import DividedTensor
 from lightning_megatron.whole.splits import own_part, part_of, whole
+from lightning_megatron.whole.torch_functions import (
+    Args,
+    Kind,
+    Kwargs,
+    Rule,
+    changes,
+    communicates,
+    kind_of,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class ContextTensor(Tensor):
+class ContextTensor(DividedTensor):
     """Tensor of whose sequences this cp rank has a part (see the module's text)."""
 
     handles_split_tensors = True
+    moves_front = False
+    changes_part = False
     _context: ContextPart
 
     @classmethod
@@ -50,11 +59,15 @@ class ContextTensor(Tensor):
     ) -> Any:
         if any(getattr(kind, "handles_weights", False) for kind in types):
             return NotImplemented
-        if func in _OF_WRAPPER:
+        kind = kind_of(func)
+        if kind in _OF_WRAPPER:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        rule = _RULES.get(func) if args else None
-        found = NotImplemented if rule is None else rule(func, args, kwargs or {})
+        rule = RULES.get(kind) if args and kind is not None else None
+        first = None if rule is None else rules.first_divided(args, kwargs or {})
+        found: Any = NotImplemented
+        if rule is not None and isinstance(first, ContextTensor):  # not split over tp, as a whole
+            found = rule(func, args, kwargs or {})
         if found is NotImplemented:
             return _on_whole(func, args, kwargs or {})
         if isinstance(found, Tensor) and found.requires_grad:
@@ -74,6 +87,56 @@ class ContextTensor(Tensor):
         with torch.no_grad():
             args, kwargs = tree_map(_values, (args, kwargs or {}))
             return func(*args, **kwargs)
+
+    @override
+    def is_kin(self, other: Tensor) -> bool:
+        return part_of(other) is not None
+
+    @override
+    def local(self) -> Tensor | None:
+        part = context_rules.lazy(self)
+        return None if part is None else part.in_form()
+
+    @property
+    @override
+    def full_shape(self) -> torch.Size:
+        return self.shape
+
+    @property
+    @override
+    def split_dim(self) -> int:
+        return self._context.place.dim
+
+    @override
+    def beside(self, other: Tensor) -> Any:
+        part = context_rules.lazy(self)
+        return NotImplemented if part is None else context_rules.beside(self, part, other)
+
+    @override
+    def cut(self, other: Tensor) -> Tensor:
+        return context_rules.cut(self._context, other, self.split_dim)
+
+    @override
+    def used_by_each(self, tree: Any) -> Any:
+        return tree
+
+    @override
+    def with_shape(self, func: Callable[..., Any], shape: tuple[int, ...]) -> Any:
+        return context_rules.with_shape(self, shape)
+
+    @override
+    def made(self, out: Any, from_right: int) -> Any:
+        if not isinstance(out, Tensor):
+            return type(out)([self.made(each, from_right) for each in out])
+        if self._context.place.form == "columns":
+            if out.dim() != 3 or from_right != 1:
+                return NotImplemented
+            out = out.transpose(1, 2)
+        return self.placed(out, self._context.place)
+
+    def placed(self, part: Tensor, place: Place) -> "ContextTensor":
+        """Return the tensor of which this rank has ``part``."""
+        return context_tensor(part, place)
 
 
 def context_tensor(part: Tensor, place: Place) -> ContextTensor:
@@ -97,7 +160,7 @@ def on_rows(function: Callable[[Tensor], Any], x: Tensor) -> Any:
 
     Its parameters get the gradient of these rows, cp-fold.
     """
-    part = rules.lazy(x)
+    part = context_rules.lazy(x)
     if part is None or part.place.form == "columns":
         return function(part_of(x).whole_of(x))
     return context_tensor(function(part.part), part.place)
@@ -138,7 +201,8 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``func`` of the whole tensors."""
     first = part_of(args[0]) if args else None
     _refuse_late_readers(func, args, kwargs)
-    if first is not None and (changes(func) or func in _SETTLES or communicates(func)):
+    writes = changes(func, kwargs) or communicates(func)
+    if first is not None and (writes or kind_of(func) in _SETTLES):
         with torch.enable_grad():
             first.whole()
         first.is_settled = True
@@ -159,13 +223,13 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 def _refuse_late_readers(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
     """Refuse to read a gradient that goes to the part, and not to the whole."""
     name = getattr(func, "__name__", str(func))
-    if func is torch.autograd.grad:
+    if kind_of(func) == "differentiate":
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         late = any(part_of(x) is not None for x in inputs)
     else:
         part = part_of(args[0]) if args else None
-        late = part is not None and part.is_used and func in _WATCH
+        late = part is not None and part.is_used and kind_of(func) in _WATCH
     if late:
         raise ConfigError(
             f"{name} of the output of a PipelineSequential that was already used: under cp > 1 its "
@@ -202,111 +266,32 @@ def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
     )
 
 
-def _attributes() -> set[Any]:
-    names = """shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_cpu is_meta
-    is_sparse is_quantized is_mkldnn is_nested is_xpu is_mps is_vulkan itemsize output_nr _version
-    names _backward_hooks"""
-    return {getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)}
-
-
-_OF_WRAPPER = {
-    *_attributes(),
-    *functions(
-        *[
-            "size",
-            "dim",
-            "ndimension",
-            "numel",
-            "nelement",
-            "__len__",
-            "__hash__",
-            "is_floating_point",
-            "is_complex",
-            "is_signed",
-            "element_size",
-            "get_device",
-            "is_contiguous",
-            "stride",
-            "is_inference",
-            "is_same_size",
-        ]
-    ),
-    Tensor.__len__,
-    Tensor.__hash__,
-}
+_OF_WRAPPER = frozenset(("format", "shape", "learning", "version"))
 """Functions that look at the shape and format only."""
-_SETTLES = {
-    *functions(
-        "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"
-    ),
-    *(
-        getattr(getattr(Tensor, name), access)
-        for name, access in (
-            ("requires_grad", "__set__"),
-            ("grad", "__set__"),
-            ("grad", "__get__"),
-            ("data", "__get__"),
-        )
-    ),
-}
+_SETTLES = frozenset(
+    ("hook", "retain_grad", "requires_grad_", "set_learning", "set_gradient", "gradient", "data")
+)
 """Functions after which the whole tensor alone counts."""
-_WATCH = functions("register_hook", "retain_grad")
+_WATCH = frozenset(("hook", "retain_grad"))
 """Functions that read the gradient."""
-
-
-def _table() -> Mapping[Callable[..., Any], Rule]:
-    found: dict[Any, Rule] = {}
-    make = context_tensor
-
-    def put(rule: Rule, names: str, *, attributes: str = "") -> None:
-        found.update(dict.fromkeys(functions(*names.split()), rule))
-        for name in attributes.split():
-            attribute: Any = getattr(Tensor, name)
-            found[attribute.__get__] = rule
-
-    put(_repr, "__repr__ __format__")
-    put(rules.same(make), "clone detach contiguous to float double half bfloat16 int long bool")
-    put(
-        rules.elementwise(make),
-        """abs absolute add sub subtract mul multiply div divide true_divide floor_divide remainder
-        pow neg negative exp expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan
-        sinh cosh tanh sigmoid logit relu relu6 gelu silu mish softplus elu selu celu leaky_relu
-        hardtanh hardsigmoid hardswish logsigmoid softsign tanhshrink clamp clamp_min clamp_max clip
-        where masked_fill lerp addcmul addcdiv maximum minimum eq ne lt le gt ge not_equal less
-        less_equal greater greater_equal isnan isinf isfinite logical_and logical_or logical_not
-        bitwise_and bitwise_or bitwise_not sign round floor ceil trunc nan_to_num erf rsub
-        zeros_like ones_like logaddexp xlogy __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__
-        __pos__ __abs__ __invert__""",
-    )
-    binary = "add sub mul truediv floordiv mod pow and or xor"
-    put(
-        rules.elementwise(make),
-        " ".join(f"__{kind}{name}__" for name in binary.split() for kind in ("", "r")),
-    )
-    put(
-        along(make, 1),
-        "sum mean logsumexp argmax argmin amax amin prod any all std var nansum nanmean median",
-    )
-    pair = rules.elementwise(make)
-    put(rules.pair_or_along(pair, along(make, 1)), "max min")
-    put(along(make, 1), "softmax log_softmax cumsum cumprod logcumsumexp")
-    put(along(make, 1, last=True), "sort argsort")
-    put(along(make, 2, last=True), "topk")
-    put(along(make, 2), "norm normalize")
-    put(rules.by_row(make, rules.matrix_width), "linear matmul __matmul__")
-    put(rules.by_row(make, rules.norm_width), "layer_norm rms_norm")
-    put(rules.picked(make), "gather")
-    put(rules.reshaped(make), "view reshape")
-    put(rules.flattened(make), "flatten")
-    put(rules.unsqueezed(make), "unsqueeze squeeze")
-    put(
-        rules.transposed(make),
-        "transpose permute swapaxes swapdims movedim moveaxis",
-        attributes="mT",
-    )
-    put(rules.item(make), "__getitem__")
-    put(rules.class_loss(make), "cross_entropy nll_loss")
-    return found
-
-
-_RULES = _table()
+RULES: Mapping[Kind, Rule] = {
+    "repr": _repr,
+    **dict.fromkeys(("same", "detached", "moved"), rules.same),
+    **dict.fromkeys(("elementwise", "like"), rules.elementwise),
+    **dict.fromkeys(("along", "sum", "mean", "logsumexp", "extremum", "softmax"), rules.along),
+    **dict.fromkeys(("log_softmax", "norm", "repeat_interleave"), rules.along),
+    "join": rules.joined,
+    "pair_or_extremum": rules.pair_or_along,
+    "gather": rules.picked,
+    **dict.fromkeys(("matmul", "linear"), rules.linear),
+    "layer_norm": rules.layer_norm,
+    "reshape": rules.reshape,
+    "flatten": rules.flatten,
+    "unflatten": rules.unflatten,
+    "permute": context_rules.transposed,
+    "unsqueeze": rules.unsqueezed,
+    "squeeze": rules.squeezed,
+    "item": context_rules.item,
+    **dict.fromkeys(("cross_entropy", "nll_loss"), context_rules.class_loss),
+}
+"""Rules by kinds of functions; the whole for any other."""

@@ -13,28 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, tree_flatten, tree_map
 from lightning_megatron.errors import ConfigError
-
-CHANGES = {
-    "__iadd__": "+=",
-    "__isub__": "-=",
-    "__imul__": "*=",
-    "__itruediv__": "/=",
-    "__ifloordiv__": "//=",
-    "__imod__": "%=",
-    "__ipow__": "**=",
-    "__iand__": "&=",
-    "__ior__": "|=",
-    "__ixor__": "^=",
-    "__setitem__": "x[...] = y",
-    "__set__": "x.data = y",
-}
-"""Functions whose names do not end in ``_``, and that change their first argument."""
-
-
-def changes(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in CHANGES or (name.endswith("_") and not name.endswith("__"))
+from lightning_megatron.whole.torch_functions import CHANGES, changes
 
 
 class CopiedView(Tensor):

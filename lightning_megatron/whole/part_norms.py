@@ -11,27 +11,28 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.whole.splits import place_of, split_of
+from lightning_megatron.whole.torch_functions import Total
 
 
-def own_number(name: str, local: Tensor, order: float | None) -> Tensor:
+def own_number(total: Total, local: Tensor, order: float | None) -> Tensor:
     """Reduce one part, or the numbers of all parts; the sum in place of the mean.
 
     Sums and norms of narrow formats are float32, as they are not yet the result.
 
     Args:
-        name: of the reduction.
+        total: the reduction.
         local: part, or numbers.
         order: of a norm; None for another reduction.
     """
     wide = torch.promote_types(local.dtype, torch.float32) if local.is_floating_point() else None
-    if name in ("sum", "mean") or (order is not None and not local.numel()):
+    if total in ("sum", "mean") or (order is not None and not local.numel()):
         return local.sum(dtype=wide)
     if order is not None:
         found: Tensor = torch.linalg.vector_norm(local, order, dtype=wide)
         return found
-    if name in ("any", "all"):
-        return local.any() if name == "any" else local.all()
-    largest = name in ("max", "amax")
+    if total in ("any", "all"):
+        return local.any() if total == "any" else local.all()
+    largest = total == "max"
     if local.numel():
         return local.max() if largest else local.min()
     limits: Any = torch.finfo if local.is_floating_point() else torch.iinfo

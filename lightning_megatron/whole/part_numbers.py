@@ -12,22 +12,26 @@ from torch.distributed.tensor import DTensor
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.whole.part_norms import own_number
 from lightning_megatron.whole.places import Place
-from lightning_megatron.whole.split_rules import Args, Kwargs
+from lightning_megatron.whole.torch_functions import TORCH_FUNCTIONS, Args, Kwargs, Total
 
-LEARNING = frozenset(("sum", "mean", "norm", "vector_norm"))
+LEARNING: frozenset[Total | None] = frozenset(("sum", "mean", "norm"))
 """Reductions through which parts learn; gradients of maxima depend on who has the same number."""
-_REDUCTIONS = LEARNING | {"max", "min", "amax", "amin", "any", "all"}
 
 
-def reduces(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call reduces all elements to one number."""
-    matrix = getattr(func, "__name__", "") == "linalg_norm" and (len(args) > 1 or "ord" in kwargs)
-    if name not in _REDUCTIONS or matrix:  # torch.linalg.norm(w, 2) is the largest singular value
-        return False
+def total_of(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Total | None:
+    """Return to which number a call reduces all elements; None if it does not."""
+    about = TORCH_FUNCTIONS.get(func)
+    if about is None or about.total is None:
+        return None
+    if about.kind == "norm_or_matrix_norm" and (len(args) > 1 or "ord" in kwargs):
+        return None  # torch.linalg.norm(w, 2) is the largest singular value
+    is_norm = about.total == "norm"
     options = {k: v for k, v in kwargs.items() if k not in ("p", "ord", "dtype")}
-    rest = args[2 if name in ("norm", "vector_norm") else 1 :]
-    order = _order(args, kwargs) if name in ("norm", "vector_norm") else 2.0
-    return order is not None and all(v is None or v is False for v in (*rest, *options.values()))
+    rest = args[2 if is_norm else 1 :]
+    if is_norm and _order(args, kwargs) is None:
+        return None
+    all_at_once = all(v is None or v is False for v in (*rest, *options.values()))
+    return about.total if all_at_once else None
 
 
 def _order(args: Args, kwargs: Kwargs) -> float | None:
@@ -38,21 +42,21 @@ def _order(args: Args, kwargs: Kwargs) -> float | None:
     return float(order) if not isinstance(order, str) and float(order) > 0 else None
 
 
-def reduced(name: str, x: Tensor, place: Place, args: Args, kwargs: Kwargs) -> Tensor:
+def reduced(total: Total, x: Tensor, place: Place, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the number of the whole; ``x`` is this rank's part of it. Collective."""
     with DisableTorchFunctionSubclass():
         local = x.to_local() if isinstance(x, DTensor) else x.as_subclass(Tensor)
         dtype = kwargs.get("dtype")
         local = local if dtype is None else local.to(dtype)
-        order = _order(args, kwargs) if name in ("norm", "vector_norm") else None
-        found = own_number(name, local, order)
+        order = _order(args, kwargs) if total == "norm" else None
+        found = own_number(total, local, order)
         for at, group in enumerate(place.groups):
             learners = place.learners if at == len(place.groups) - 1 else None
             each: Tensor = _OfRanks.apply(found, group, learners)  # type: ignore[no-untyped-call]
-            found = own_number("sum" if name == "mean" else name, each, order)
-        if name == "mean":
+            found = own_number("sum" if total == "mean" else total, each, order)
+        if total == "mean":
             found = found / place.shape.numel()
-        of_sum = local.dtype.is_floating_point or name not in ("sum", "mean")
+        of_sum = local.dtype.is_floating_point or total not in ("sum", "mean")
         return one_of(found.to(local.dtype) if of_sum else found, place.copies)
 
 

@@ -1,9 +1,9 @@
-"""Rules of torch's functions on split tensors: on each rank's part, or on the whole.
+"""Rules of torch's functions on tensors that are split over tp, beside those of `whole.rules`.
 
 A rule gets a function of torch and its arguments, some of which are split, and sees these as plain
 parts. It returns what the function would return for the whole tensors: a split tensor where each
 rank can compute its part of the result from its part of the arguments, else a whole tensor, equal
-on all tp ranks.
+on all tp ranks; or ``NotImplemented``, upon which the function gets the whole (`on_whole`).
 
 ===================================  ==============================================================
 elementwise functions                on the parts; other operands are sliced (`splits.beside`)
@@ -19,22 +19,22 @@ everything else                      on the whole, gathered over tp (`on_whole`)
 The last line makes functions without a rule right, at the cost of an all-gather.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lightning_megatron._torch.graphs import EnableTorchFunction, tree_flatten, tree_map
-from lightning_megatron._torch.kernels import foreach_functions
+from lightning_megatron._torch.graphs import EnableTorchFunction, tree_map
 from lightning_megatron.comm.collectives import own_slice, start_gather
 from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
-from lightning_megatron.whole.copied_view import CHANGES, as_views, changes, copies_in
+from lightning_megatron.whole import rules
+from lightning_megatron.whole.copied_view import as_views, copies_in
 from lightning_megatron.whole.part_norms import norms
+from lightning_megatron.whole.rules import tensors_in
 from lightning_megatron.whole.splits import (
     Split,
     beside,
@@ -44,13 +44,17 @@ from lightning_megatron.whole.splits import (
     whole,
     whole_shape,
 )
+from lightning_megatron.whole.torch_functions import (
+    CHANGES,
+    TORCH_FUNCTIONS,
+    Args,
+    Kwargs,
+    by_place,
+    changes,
+    communicates,
+    given_by,
+)
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Rule = Callable[[Callable[..., Any], Args, Kwargs], Any]
-
-FOREACH = foreach_functions()
-"""Functions of lists of tensors, and the name of what each does to one."""
 REMEDY = (
     "nearest valid: the same function on lightning_megatron.layers.whole(x), the whole tensor on "
     "every tp rank, or gather_output=True in the ColumnParallelLinear that x comes from"
@@ -71,7 +75,7 @@ def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     changed = args[0] if changes_first else kwargs.get("out")
     if split_of(changed) is not None:
         memory = "out" in kwargs or getattr(func, "__name__", "") == "__set__"
-        if not (memory or _learns(changed)):
+        if not (memory or learns(changed)):
             return _written(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
         raise ConfigError(
@@ -84,7 +88,7 @@ def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
     part: Tensor = args[0]
-    split = known_split(part)
+    split = split_in(part)
     with torch.no_grad():
         changed = whole(part)
         rest, kwargs = whole((args[1:], kwargs))
@@ -95,9 +99,9 @@ def _written(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
 
 def foreach(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of functions of lists of tensors: each by itself; norms go together over the ranks."""
-    name = FOREACH[func]
+    name = TORCH_FUNCTIONS[func].of_each
     order: Any = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
-    if name == "norm" and order > 0 and not any(map(_learns, args[0])):
+    if name == "norm" and order > 0 and not any(map(learns, args[0])):
         return norms(args[0], float(order), kwargs.get("dtype"))
     each: Any = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
@@ -110,58 +114,11 @@ def foreach(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return None if name.endswith("_") else found
 
 
-def by_place(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Give a function that changes its argument that by place; ``torch.nn.init`` names it."""
-    if args or not changes(func):
-        return args, kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
-
-
-def communicates(func: Callable[..., Any]) -> bool:
-    """Whether a function may write into its argument what other ranks sent."""
-    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
-
-
-def on_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule: ``func`` of the parts; the result does not depend on the tensor's values or shape."""
-    return func(*args, **kwargs)
-
-
-def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of elementwise functions, with broadcasting."""
-    tensors = _tensors(args, kwargs)
-    found = _alike(tensors)
-    others = (changes(func) and split_of(args[0]) is None) or "out" in kwargs
-    if found is None or others or (func.__name__ == "where" and len(args) + len(kwargs) == 1):
-        return on_whole(func, args, kwargs)
-    first, split, from_right = found
-    size = first.shape[split.dim]
-
-    def fit(leaf: Any) -> Any:
-        return leaf if split_of(leaf) is not None else beside(leaf, size, from_right, split.axis)
-
-    if any(split_of(t) is None for t in tensors):
-        args = tuple(fit(a) for a in args)  # elementwise functions take no lists
-        kwargs = {name: fit(value) for name, value in kwargs.items()}
-    return marked_as(func(*args, **kwargs), first, from_right=from_right)
-
-
-def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``to``: another format on the part, another device on the whole."""
-    x, out = args[0], func(*args, **kwargs)
-    if not isinstance(out, Tensor):
-        return out
-    if split_of(x) is None or out.device.type != x.device.type:
-        return on_whole(func, args, kwargs)
-    return marked_as(out, x, x._split.dim)
-
-
 def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of random numbers: this rank's part of those that one process draws."""
     x, split = args[0], split_of(args[0])
     if split is None:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     template = torch.empty(whole_shape(x, split), dtype=x.dtype, device=x.device)
     drawn = own_slice(func(template, *args[1:], **kwargs), split.axis, split.dim).contiguous()
     return marked_as(drawn, x, split.dim)
@@ -171,53 +128,12 @@ def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of dropout: each rank draws its own mask."""
     split = split_of(args[0] if args else None)
     if split is None:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     drops = bool(training) and p != 0  # else nothing is drawn, in one process either
     with split.topology.rng.sharded() if drops else nullcontext():
         return marked_as(func(*args, **kwargs), args[0], split.dim)
-
-
-def along(
-    position: int, *, keeps: bool = False, special: Rule | None = None, last: bool = False
-) -> Rule:
-    """Make the rule of functions that work along a dim, or several.
-
-    Args:
-        position: position of the argument that names the dims.
-        keeps: whether the result has these dims, whatever ``keepdim`` says.
-        special: rule if the split dim is among them; `on_whole` when None.
-        last: whether the default is the last dim; else it is all dims.
-    """
-
-    def rule(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        x: Any = args[0] if args else kwargs.get("input")
-        split = split_of(x)
-        if split is None or len(_tensors(args, kwargs)) > 1 or "out" in kwargs:
-            return on_whole(func, args, kwargs)
-        dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else ...))
-        if dim is ...:
-            dim = -1 if last else None
-        dims = dims_of(dim, x.dim())
-        if dims is None:
-            return on_whole(func, args, kwargs)
-        if split.dim in dims:
-            return (special or on_whole)(func, args, kwargs)
-        out = func(*args, **kwargs)
-        flags = [a for a in args[position + 1 :] if isinstance(a, bool)]  # the last is keepdim
-        kept = keeps or kwargs.get("keepdim", bool(flags) and flags[-1])
-        return marked_as(out, x, split.dim - (0 if kept else sum(d < split.dim for d in dims)))
-
-    return rule
-
-
-def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
-    """Dims that an argument names, all if it names none; None if it is no number."""
-    if dim is None or dim == ():
-        return tuple(range(count))
-    dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
-    return tuple(d % count for d in dims) if all(isinstance(d, int) for d in dims) else None
 
 
 def summed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -243,7 +159,7 @@ def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
     if dim is None:  # F.softmax then guesses it
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     wide = x.to(dtype or _softmax_dtype(x))
     lse = gather_from(wide.logsumexp(dim, keepdim=True).unsqueeze(0), split.axis, 0).logsumexp(0)
     out = wide - copy_to(lse, split.axis)
@@ -252,13 +168,24 @@ def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     )
 
 
+def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``repeat_interleave`` along the split dim by a number: each rank repeats its part."""
+    x = args[0]
+    times, dim = given_by(args, kwargs, repeats=1, dim=None)
+    if dim is None or not isinstance(times, int):
+        return NotImplemented
+    return marked_as(func(*args, **kwargs), x, split_in(x).dim)
+
+
 def normed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of the norm of all elements: the norm of the norms of the parts."""
     x = args[0]
-    order, dim, _, dtype = given_by(args, kwargs, p=2.0, dim=None, keepdim=False, dtype=None)
+    order, dim, keeps_dims, dtype = given_by(
+        args, kwargs, p=2.0, dim=None, keepdim=False, dtype=None
+    )
     order = 2.0 if order in (None, "fro") else kwargs.get("ord", order)
-    if dim is not None or isinstance(order, str) or order <= 0:
-        return on_whole(func, args, kwargs)
+    if dim is not None or keeps_dims or isinstance(order, str) or order <= 0:
+        return NotImplemented
     wide = dtype or torch.promote_types(x.dtype, torch.float32)
     local = torch.linalg.vector_norm(own_part(x), order, dtype=wide)
     norm = torch.linalg.vector_norm(gather_from(local.view(1), x._split.axis, 0), order)
@@ -288,15 +215,15 @@ def extremum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """
     x, name = args[0], func.__name__
     dim, keepdim = given_by(args, kwargs, dim=None, keepdim=False)
-    if (_learns(x) and not name.startswith("arg")) or not isinstance(dim, int):
-        return on_whole(func, args, kwargs)
+    if (learns(x) and not name.startswith("arg")) or not isinstance(dim, int):
+        return NotImplemented
     axis, least = x._split.axis, name.endswith("min")
     values, places = (x.min if least else x.max)(dim, keepdim=True)
     size = x.shape[dim]
-    of_all = _parts(values.detach(), axis)
+    of_all = _every(values.detach(), axis)
     owner = (of_all.argmin if least else of_all.argmax)(0, keepdim=True)
     value = of_all.gather(0, owner).squeeze(0)
-    place = _parts(places + size * axis.rank, axis).gather(0, owner).squeeze(0)
+    place = _every(places + size * axis.rank, axis).gather(0, owner).squeeze(0)
     if not keepdim:
         value, place = value.squeeze(dim), place.squeeze(dim)
     if name.startswith("arg"):
@@ -307,17 +234,7 @@ def extremum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return kind((value, place))
 
 
-def pair_or_along(rule: Rule) -> Rule:
-    """Make the rule of ``max(x, y)``, or ``rule`` if there is one tensor."""
-
-    def either(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        pair = len(_tensors(args, kwargs)) > 1
-        return (elementwise if pair else rule)(func, args, kwargs)
-
-    return either
-
-
-def _parts(x: Tensor, axis: Axis) -> Tensor:
+def _every(x: Tensor, axis: Axis) -> Tensor:
     """Gather ``x`` of all ranks on a new dim 0; no gradient passes."""
     return start_gather(x.unsqueeze(0), axis, 0).wait()
 
@@ -326,35 +243,31 @@ def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``a @ b``."""
     a, b = (*args, None, None)[:2]
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 2:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
-    in_a, in_b = (None if split_of(t) is None else t.dim() - known_split(t).dim for t in (a, b))
-    axis = _splits((a, b), {})[0].axis
+    in_a, in_b = (None if split_of(t) is None else t.dim() - split_in(t).dim for t in (a, b))
+    axis = splits_in((a, b), {})[0].axis
     if in_a == 1 and in_b == 2:
         return reduce_from(func(a, b), axis)
     if in_a is not None and in_a > 1 and (in_b == in_a > 2 or in_b is None):
-        other = copy_to(b, axis) if in_a == 2 and _learns(b) else b
+        other = copy_to(b, axis) if in_a == 2 and learns(b) else b
         if in_a > 2 and in_b is None:
             other = beside(b, a.shape[-in_a], in_a, axis)
         return marked_as(func(a, other), a, from_right=in_a)
     if in_a is None and in_b is not None and in_b != 2:
-        other = copy_to(a, axis) if _learns(a) else a
+        other = copy_to(a, axis) if learns(a) else a
         if in_b > 2:
             other = beside(a, b.shape[-in_b], in_b, axis)
         return marked_as(func(other, b), b, from_right=in_b)
-    return on_whole(func, args, kwargs)
+    return NotImplemented
 
 
 def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``F.linear`` on a tensor that is split along another dim than the features."""
-    x, split = args[0], split_of(args[0])
-    if split is None:
+    """Rule of ``F.linear``."""
+    if split_of(args[0] if args else None) is None:
         return _linear_of_part(func, args, kwargs)
-    if split.dim == x.dim() - 1 or len(_splits(args, kwargs)) > 1:
-        return on_whole(func, args, kwargs)
-    rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
-    return marked_as(func(x, *rest, **kwargs), x, split.dim)
+    return rules.linear(func, args, kwargs)
 
 
 def _linear_of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -362,21 +275,11 @@ def _linear_of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any
     x, weight, bias = (*args, kwargs.get("weight"), kwargs.get("bias"))[:3]
     split = split_of(weight)
     if split is None or split.dim != 0 or weight.dim() != 2 or len(args) < 2:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     if bias is not None and split_of(bias) is None:
         bias = beside(bias, weight.shape[0], 1, split.axis)
-    out = func(copy_to(x, split.axis) if _learns(x) else x, own_part(weight), bias)
+    out = func(copy_to(x, split.axis) if learns(x) else x, own_part(weight), bias)
     return marked(out, type(weight), split.topology, out.dim() - 1)
-
-
-def layer_norm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of norms over the last dims, if the split dim is not among them."""
-    x, split = args[0], split_of(args[0])
-    (shape,) = given_by(args, kwargs, normalized_shape=())
-    if split is None or split.dim >= x.dim() - len(shape) or len(_splits(args, kwargs)) > 1:
-        return on_whole(func, args, kwargs)
-    rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
-    return marked_as(func(x, *rest, **kwargs), x, split.dim)
 
 
 def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -385,7 +288,7 @@ def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     given = [*args[:3], *(kwargs[name] for name in names[len(args[:3]) :])]
     q, split = given[0], split_of(given[0])
     if split is None or len({split_of(t) for t in given}) > 1 or split.dim >= q.dim() - 2:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     size, place = q.shape[split.dim], q.dim() - split.dim
 
     def fit(leaf: Any) -> Any:
@@ -403,90 +306,44 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     Raises:
         IndexError: an index lies outside the dim (found on CPU only).
     """
-    x, split = args[0], split_of(args[0])
-    dim, index = given_by(args, kwargs, dim=None, index=None)
-    if split is None or split_of(index) is not None or dim is None or "out" in kwargs:
-        return on_whole(func, args, kwargs)
-    dim, size = dim % x.dim(), x.shape[split.dim]
-    if dim != split.dim:
-        return on_whole(func, args, kwargs)
+    x, split = args[0], split_in(args[0])
+    (dim, index), size = given_by(args, kwargs, dim=None, index=None), x.shape[split.dim]
+    if split_of(index) is not None or "out" in kwargs:
+        return NotImplemented
     if index.device.type == "cpu" and bool(((index < 0) | (index >= size * split.axis.size)).any()):
-        raise IndexError(f"index out of bounds for dimension {dim} of {size * split.axis.size}")
+        whole_size = size * split.axis.size
+        raise IndexError(f"index out of bounds for dimension {split.dim} of {whole_size}")
     local = index - size * split.axis.rank
     foreign = (local < 0) | (local >= size)
     found = own_part(x).gather(dim, local.masked_fill(foreign, 0)).masked_fill(foreign, 0)
     return reduce_from(found, split.axis)
 
 
-def _used_by_each(tree: Any, axis: Axis) -> Any:
+def used_by_each(tree: Any, axis: Axis) -> Any:
     """Weights whose gradient is a sum over ranks."""
-    return tree_map(lambda leaf: copy_to(leaf, axis) if _learns(leaf) else leaf, tree)
+    return tree_map(lambda leaf: copy_to(leaf, axis) if learns(leaf) else leaf, tree)
 
 
-def _learns(leaf: Any) -> bool:
+def learns(leaf: Any) -> bool:
+    """Whether somebody will want a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
-_FLAT = (Tensor, int, float)
+def splits_in(args: Args, kwargs: Kwargs) -> list[Split]:
+    """Splits of the tensors that are split."""
+    return [s for s in (split_of(t) for t in tensors_in(args, kwargs)) if s is not None]
 
 
-def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    if not kwargs and all(isinstance(a, _FLAT) for a in args):
-        return [a for a in args if isinstance(a, Tensor)]
-    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-
-
-def _splits(args: Args, kwargs: Kwargs) -> list[Split]:
-    return [s for s in (split_of(t) for t in _tensors(args, kwargs)) if s is not None]
-
-
-def _alike(tensors: Iterable[Tensor]) -> tuple[Tensor, Split, int] | None:
-    """Find a split tensor, its split and split dim from the right, if all split ones agree."""
-    found: tuple[Tensor, Split, int] | None = None
-    for x in tensors:
-        split = split_of(x)
-        if split is None:
-            continue
-        place = x.dim() - split.dim
-        if found is None:
-            found = x, split, place
-        elif place != found[2] or x.shape[-place] != found[0].shape[-place]:
-            return None
-    return found
-
-
-def known_split(x: Any) -> Split:
+def split_in(x: Any) -> Split:
     """Split of ``x``, which must be split."""
     found: Split = x._split
     return found
 
 
-def given_by(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
-    """Arguments after the first, by name or place."""
-    return tuple(
-        kwargs.get(name, args[place] if len(args) > place else default)
-        for place, (name, default) in enumerate(defaults.items(), 1)
-    )
-
-
 def marked_as(out: Any, like: Tensor, dim: int = 0, *, from_right: int | None = None) -> Any:
     """Mark a result, computed from the part ``like``: a tensor, or a sequence of tensors."""
-    topology = known_split(like).topology
+    topology = split_in(like).topology
     for tensor in (out,) if isinstance(out, Tensor) else out:
         place = dim if from_right is None else tensor.dim() - from_right
         marked(tensor, type(like), topology, place)
     return out
-
-
-def functions(*names: str) -> list[Callable[..., Any]]:
-    """Functions of torch, ``torch.nn.functional`` and tensors with these names."""
-    spaces = (torch, F, Tensor, torch.special)
-    return [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
-
-
-def name_of(func: Any) -> str:
-    """Name of a function, a method, an in-place method or an attribute."""
-    name = str(getattr(func, "__name__", func))
-    if name in ("__get__", "__set__"):
-        name = str(getattr(func.__self__, "__name__", name))
-    return name.strip("_").removeprefix("linalg_")

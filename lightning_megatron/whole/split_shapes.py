@@ -8,38 +8,19 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import own_slice
-from lightning_megatron.whole.split_rules import (
-    Args,
-    Kwargs,
-    dims_of,
-    given_by,
-    known_split,
-    marked_as,
-    on_whole,
-)
+from lightning_megatron.whole.split_rules import marked_as, split_in
 from lightning_megatron.whole.splits import Split, beside, split_of, whole, whole_shape
+from lightning_megatron.whole.torch_functions import Args, Kwargs
 
 
-def reshape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``view`` and ``reshape``, by the sizes of the whole or else of the part."""
-    x, shape = args[0], kwargs.get("shape", kwargs.get("size"))
-    if shape is None:
-        shape = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
-    if split_of(x) is None or not all(isinstance(n, int) for n in shape):
-        return on_whole(func, args, kwargs)
-    found = _reshaped(func, x, tuple(shape))
-    return on_whole(func, args, kwargs) if found is None else found
-
-
-def _reshaped(func: Callable[..., Any], x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    found = _local_shape(x, known_split(x), shape)
+def with_shape(func: Callable[..., Any], x: Tensor, shape: tuple[int, ...]) -> Any:
+    """Return a split tensor, the whole of which, or else the part, gets a shape by ``func``."""
+    found = _local_shape(x, split_in(x), shape)
     if found is None:
-        return None
+        return NotImplemented
     local, dim = found
-    out: Tensor = marked_as(
-        x.view(local) if getattr(func, "__name__", "") == "view" else x.reshape(local), x, dim
-    )
-    return out
+    is_view = getattr(func, "__name__", "") == "view"
+    return marked_as(x.view(local) if is_view else x.reshape(local), x, dim)
 
 
 def _local_shape(
@@ -52,11 +33,6 @@ def _local_shape(
     """
     p, before = split.axis.size, math.prod(x.shape[: split.dim])
     count = x.numel() * p
-    if -1 in shape:
-        known = -math.prod(shape)
-        if known == 0 or count % known:
-            return None
-        shape = tuple(count // known if n == -1 else n for n in shape)
     of_part = math.prod(shape) == x.numel() != count
     if not of_part and math.prod(shape) != count:
         return None
@@ -78,42 +54,16 @@ def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """
     x, other = (*args, None)[:2]
     if split_of(x) is None or split_of(x) != split_of(other):
-        return on_whole(func, args, kwargs)
-    return marked_as(func(x, other), x, known_split(x).dim)
-
-
-def flatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``flatten``."""
-    x = args[0]
-    start, end = given_by(args, kwargs, start_dim=0, end_dim=-1)
-    if split_of(x) is None:
-        return on_whole(func, args, kwargs)
-    shape, n = whole_shape(x, x._split), x.dim()
-    start, end = start % n, end % n
-    merged = (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
-    found = _reshaped(func, x, merged)
-    return on_whole(func, args, kwargs) if found is None else found
-
-
-def unflatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``unflatten``."""
-    x = args[0]
-    dim, sizes = given_by(args, kwargs, dim=0, sizes=())
-    if split_of(x) is None or not isinstance(dim, int):
-        return on_whole(func, args, kwargs)
-    shape, dim = whole_shape(x, x._split), dim % x.dim()
-    known = -math.prod(sizes)
-    cut = [shape[dim] // known if n == -1 else n for n in sizes]
-    found = _reshaped(func, x, (*shape[:dim], *cut, *shape[dim + 1 :]))
-    return on_whole(func, args, kwargs) if found is None else found
+        return NotImplemented
+    return marked_as(func(x, other), x, split_in(x).dim)
 
 
 def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of permutations, and of dims of size 1 that come or go."""
+    """Rule of permutations."""
     x = args[0]
     split = split_of(x)
     if split is None:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     # A tensor without memory, whose split dim alone has a size that is not 1.
     probe = torch.empty(
         [2 if d == split.dim else 1 for d in range(x.dim())], device="meta", dtype=torch.bool
@@ -122,72 +72,16 @@ def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return marked_as(out, x, tuple(func(probe, *args[1:], **kwargs).shape).index(2))
 
 
-def squeezed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``squeeze``, by the sizes of the whole: the split dim stays."""
-    x, split = args[0], split_of(args[0])
-    (dim,) = given_by(args, kwargs, dim=None)
-    dims = None if split is None else dims_of(dim, x.dim())
-    if split is None or dims is None:
-        return on_whole(func, args, kwargs)
-    gone = tuple(d for d in dims if x.shape[d] == 1 and d != split.dim)
-    return marked_as(x.squeeze(gone), x, split.dim - sum(d < split.dim for d in gone))
-
-
-def chunked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``chunk``, ``split``, ``narrow`` and ``index_select``."""
-    x, split = args[0], split_of(args[0])
-    place = 1 if func.__name__ in ("index_select", "narrow") else 2
-    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-    dims = dims_of(dim, x.dim()) if split is not None else None
-    if split is None or dims is None or split.dim in dims:
-        return on_whole(func, args, kwargs)
-    return marked_as(func(*args, **kwargs), x, split.dim)
-
-
-def without_a_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``select`` and ``unbind``."""
-    x, split = args[0], split_of(args[0])
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if split is None or split.dim == dim % x.dim():
-        return on_whole(func, args, kwargs)
-    out = func(*args, **kwargs)
-    return marked_as(out, x, split.dim - (dim % x.dim() < split.dim))
-
-
-def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``cat`` and ``stack`` along another dim."""
-    (tensors,), rest = args[:1], args[1:]
-    dim = kwargs.get("dim", rest[0] if rest else 0)
-    splits = {split_of(t) for t in tensors}
-    (split, *others) = splits
-    if others or split is None or "out" in kwargs:
-        return on_whole(func, args, kwargs)
-    stacks = func.__name__ == "stack"
-    dim %= tensors[0].dim() + stacks
-    if not stacks and dim == split.dim:
-        return on_whole(func, args, kwargs)
-    return marked_as(func(*args, **kwargs), tensors[0], split.dim + (stacks and dim <= split.dim))
-
-
 def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``expand``, to sizes of the whole."""
     x, split = args[0], split_of(args[0])
     sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
     if split is None or kwargs:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     sizes, place = list(sizes), split.dim - x.dim()
     if sizes[place] == x.shape[place] * split.axis.size:
         sizes[place] = -1
     return marked_as(x.expand(sizes), x, from_right=-place)
-
-
-def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of ``repeat_interleave`` by a number: each rank repeats its own part."""
-    x, split = args[0], split_of(args[0])
-    times, dim = given_by(args, kwargs, repeats=1, dim=None)
-    if split is None or dim is None or not isinstance(times, int):
-        return on_whole(func, args, kwargs)
-    return marked_as(func(*args, **kwargs), x, split.dim)
 
 
 def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -196,7 +90,7 @@ def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     split = split_of(x)
     place = None if split is None else _kept_by(index, x, split)
     if place is None:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     return marked_as(func(x, index), x, from_right=place)
 
 
@@ -205,7 +99,7 @@ def set_item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     x, index, value = args
     split = split_of(x)
     if split is None:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     place = _kept_by(index, x, split)
     size = x.shape[split.dim]
     if place is not None:
@@ -213,10 +107,10 @@ def set_item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if kept is None:
             value = beside(value, size, place, split.axis)
         elif value.dim() - kept.dim != place:
-            return on_whole(func, args, kwargs)
+            return NotImplemented
         return func(x, index, value)
     if isinstance(value, Tensor) and value.dim() > 0:
-        return on_whole(func, args, kwargs)
+        return NotImplemented
     (index,) = (whole(index),) if isinstance(index, Tensor) else (index,)
     mask = torch.zeros(whole_shape(x, split), dtype=torch.bool, device=x.device)
     mask[index] = True

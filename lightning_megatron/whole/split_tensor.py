@@ -2,8 +2,9 @@
 
 A column-parallel layer returns a `SplitTensor`: its storage and autograd are those of a plain
 tensor, this rank's part; its shape and every function of torch are those of the whole tensor
-(`whole.split_rules`). So ``logits.argmax(-1)``, ``x.softmax(-1)``, ``logits[..., 7]`` or
-``F.cross_entropy(logits.flatten(0, 1), labels)`` return what one process returns, on every rank.
+(`whole.rules`, `whole.split_rules`). So ``logits.argmax(-1)``, ``x.softmax(-1)``,
+``logits[..., 7]`` or ``F.cross_entropy(logits.flatten(0, 1), labels)`` return what one process
+returns, on every rank.
 An activation, or a product with the rank's own weights, costs a few microseconds more than on a
 plain tensor. The losses and the row-parallel layers of this library use the part directly.
 
@@ -16,6 +17,7 @@ a function without a rule is an error there.
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +25,26 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, break_graph
+from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.whole import split_rules as rules
+from lightning_megatron.whole import rules, split_rules
 from lightning_megatron.whole import split_shapes as shapes
 from lightning_megatron.whole.memory import traces_users_code
-from lightning_megatron.whole.split_rules import Args, Kwargs, Rule, along, functions
+from lightning_megatron.whole.rules import DividedTensor
+from lightning_megatron.whole.split_rules import marked_as
 from lightning_megatron.whole.splits import Split, beside, marked, own_part, split_of, whole_shape
+from lightning_megatron.whole.torch_functions import (
+    OF_MEMORY,
+    Args,
+    Kind,
+    Kwargs,
+    Rule,
+    kind_of,
+    told_by_shape,
+)
 from lightning_megatron.whole.vocab_loss import (
     check_targets,
     own_targets,
@@ -40,12 +53,14 @@ from lightning_megatron.whole.vocab_loss import (
 )
 
 
-class SplitTensor(Tensor):
+class SplitTensor(DividedTensor):
     """Tensor that is split over tp, of which this rank holds a part (see the module's text).
 
     `whole` and `own_part` of `whole.splits` return plain tensors.
     """
 
+    moves_front = True
+    changes_part = True
     _split: Split
 
     @classmethod
@@ -59,10 +74,65 @@ class SplitTensor(Tensor):
                 return func(*args, **(kwargs or {}))
         if any(getattr(kind, "handles_split_tensors", False) for kind in types):
             return NotImplemented
-        if func is Tensor.backward:  # whose hooks are others' code
+        kind = kind_of(func)
+        if kind == "backward":  # whose hooks are others' code
             return _backward(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
-            return _RULES.get(func, rules.on_whole)(func, args, kwargs or {})
+            rule = None if kind is None else RULES.get(kind)
+            found = NotImplemented if rule is None else rule(func, args, kwargs or {})
+            if found is NotImplemented:
+                return split_rules.on_whole(func, args, kwargs or {})
+            return found
+
+    @override
+    def is_kin(self, other: Tensor) -> bool:
+        return split_of(other) is not None
+
+    @override
+    def local(self) -> Tensor:
+        return self
+
+    @property
+    @override
+    def full_shape(self) -> torch.Size:
+        return whole_shape(self, self._split)
+
+    @property
+    @override
+    def split_dim(self) -> int:
+        return self._split.dim
+
+    @property
+    @override
+    def from_right(self) -> int:
+        return self.dim() - self._split.dim
+
+    @override
+    def beside(self, other: Tensor) -> Any:
+        if other is self:
+            return other
+        split, place = self._split, self.from_right
+        size, of_other = self.shape[split.dim], split_of(other)
+        if of_other is None:
+            return beside(other, size, place, split.axis)
+        is_alike = other.dim() - of_other.dim == place and other.shape[-place] == size
+        return other if is_alike else NotImplemented
+
+    @override
+    def cut(self, other: Tensor) -> Tensor:
+        return own_slice(other, self._split.axis, self._split.dim)
+
+    @override
+    def used_by_each(self, tree: Any) -> Any:
+        return split_rules.used_by_each(tree, self._split.axis)
+
+    @override
+    def with_shape(self, func: Callable[..., Any], shape: tuple[int, ...]) -> Any:
+        return shapes.with_shape(func, self, shape)
+
+    @override
+    def made(self, out: Any, from_right: int) -> Any:
+        return marked_as(out, self, from_right=from_right)
 
 
 def split_output(part: Tensor, topology: Topology | None) -> Tensor:
@@ -75,29 +145,13 @@ def split_output(part: Tensor, topology: Topology | None) -> Tensor:
     return marked(part, SplitTensor, topology, part.dim() - 1)
 
 
-def _shape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.Size:
-    return whole_shape(args[0], args[0]._split)
+def _of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of functions whose result depends neither on values nor on the shape."""
+    return func(*args, **kwargs)
 
 
-def _size(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    shape, dim = _shape(func, args, kwargs), kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return shape if dim is None else shape[dim]
-
-
-def _count(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
-    return _shape(func, args, kwargs).numel()
-
-
-def _length(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
-    return _shape(func, args, kwargs)[0]
-
-
-def _same(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Rule of functions whose result is the part's values in another tensor, or None."""
-    x, out = args[0], func(*args, **kwargs)
-    if not isinstance(out, Tensor) or split_of(out) is not None:
-        return out
-    return marked(out, type(x), x._split.topology, x._split.dim)
+def _shape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.Size | int:
+    return told_by_shape(func, args, kwargs, args[0].full_shape)
 
 
 def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
@@ -179,7 +233,7 @@ def _cross_entropy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     plain = all(kwargs.get(name) is None for name in ("weight", "size_average", "reduce"))
     by_class = _by_class(x, targets) if plain and kwargs.keys() <= set(names) else None
     if by_class is None:
-        return rules.on_whole(func, args, kwargs)
+        return NotImplemented
     logits_nv, targets_n, axis = by_class
     loss_n = vocab_parallel_cross_entropy(logits_nv, targets_n, axis, ignored, smoothing, 0.0)
     loss = reduced(loss_n, targets, ignored, reduction)
@@ -192,7 +246,7 @@ def _nll_loss(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     plain = all(kwargs.get(name) is None for name in ("weight", "size_average", "reduce"))
     by_class = _by_class(x, targets) if plain else None
     if by_class is None:
-        return rules.on_whole(func, args, kwargs)
+        return NotImplemented
     log_p_nv, targets_n, axis = by_class
     ignored_n, size = targets_n == ignored, log_p_nv.shape[-1]
     check_targets(targets_n, ignored_n, size * axis.size)
@@ -213,114 +267,47 @@ def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
     return x_nv.reshape(-1, x_nv.shape[-1]), targets.reshape(-1), split.axis
 
 
-def _table() -> Mapping[Callable[..., Any], Rule]:
-    found: dict[Any, Rule] = {}
-
-    def put(rule: Rule, names: str, *, attributes: str = "", in_place: bool = False) -> None:
-        each = names.split()
-        each += [name + "_" for name in each] if in_place else []
-        found.update(dict.fromkeys(functions(*each), rule))
-        for name in attributes.split():
-            if hasattr(Tensor, name):
-                found[getattr(Tensor, name).__get__] = rule
-
-    put(
-        rules.on_parts,
-        """as_subclass dim ndimension is_floating_point is_complex is_signed element_size get_device
-        is_contiguous retain_grad is_inference data_ptr untyped_storage is_same_size stride
-        storage_offset register_post_accumulate_grad_hook has_names is_pinned is_shared
-        new_empty new_zeros new_ones new_full new_tensor""",
-        attributes="""dtype device layout requires_grad grad_fn is_leaf ndim is_cuda is_cpu is_meta
-        is_sparse is_quantized is_mkldnn is_nested is_xpu is_mps is_vulkan
-        output_nr itemsize
-        _version _backward_hooks _base names retains_grad""",
-    )
-    for name in ("requires_grad", "grad"):
-        found[getattr(Tensor, name).__set__] = rules.on_parts
-    found[torch.autograd.grad] = gradients
-    put(_same, "clone detach contiguous requires_grad_ detach_")
-    put(_same, "", attributes="data grad")
-    put(_size, "size")
-    put(_shape, "", attributes="shape")
-    put(_count, "numel nelement")
-    put(_length, "__len__")
-    put(_repr, "__repr__ __format__")
-    put(_deep_copy, "__deepcopy__")
-    put(_reduce, "__reduce_ex__ __reduce__")
-    put(_hook, "register_hook")
-    put(
-        rules.elementwise,
-        """abs absolute add sub subtract mul multiply div divide true_divide floor_divide remainder
-        fmod pow float_power neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt
-        square reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid logit
-        relu relu6 gelu silu mish softplus elu selu celu leaky_relu hardtanh hardsigmoid hardswish
-        logsigmoid softsign tanhshrink softshrink hardshrink threshold prelu expit clamp clamp_min
-        clamp_max clip where masked_fill lerp addcmul addcdiv maximum minimum fmax fmin eq ne lt le
-        gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite isclose isreal
-        isposinf isneginf logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
-        bitwise_not bitwise_xor sign sgn signbit round floor ceil trunc fix frac nan_to_num erf
-        erfc erfinv atan2 hypot xlogy xlog1py logaddexp logaddexp2 copysign heaviside ldexp digamma
-        lgamma entr ndtr rsub zeros_like ones_like full_like empty_like copy fill zero type_as""",
-        in_place=True,
-    )
-    binary = "add sub mul truediv floordiv mod pow and or xor"
-    put(
-        rules.elementwise,
-        " ".join(f"__{kind}{name}__" for name in binary.split() for kind in ("", "r", "i"))
-        + " __div__ __rdiv__ __idiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
-        + " __neg__ __pos__ __abs__ __invert__",
-    )
-    put(rules.moved, "to float double half bfloat16 int long short bool char byte cpu cuda type")
-    put(rules.drawn_like, "rand_like randn_like randint_like")
-    put(rules.dropout, "dropout alpha_dropout feature_dropout", in_place=True)
-    put(shapes.reshape, "view reshape")
-    put(shapes.shaped_as, "view_as reshape_as")
-    put(shapes.flatten, "flatten")
-    put(shapes.unflatten, "unflatten")
-    put(
-        shapes.permuted,
-        "transpose permute movedim moveaxis swapaxes swapdims t adjoint unsqueeze",
-        attributes="T mT H mH",
-    )
-    put(shapes.squeezed, "squeeze")
-    put(shapes.chunked, "chunk split split_with_sizes tensor_split narrow index_select")
-    put(shapes.without_a_dim, "select unbind")
-    put(shapes.joined, "cat concat concatenate stack")
-    put(shapes.expanded, "expand")
-    put(shapes.repeated, "repeat_interleave")
-    put(shapes.item, "__getitem__")
-    put(shapes.set_item, "__setitem__")
-    put(along(1, special=rules.summed), "sum")
-    put(along(1, special=rules.averaged), "mean")
-    put(along(1, special=rules.log_sum_exp), "logsumexp")
-    put(along(1, special=rules.extremum), "argmax argmin amax amin")
-    put(rules.pair_or_along(along(1, special=rules.extremum)), "max min")
-    put(along(1, keeps=True, special=rules.softmax), "softmax")
-    put(along(1, keeps=True, special=rules.log_softmax), "log_softmax")
-    put(along(1, keeps=True), "cumsum cumprod logcumsumexp cummax cummin")
-    put(along(1, keeps=True, last=True), "sort argsort")
-    put(along(2, keeps=True, last=True), "topk")
-    put(along(2, last=True), "kthvalue")
-    put(along(1), "prod any all nansum nanmean median nanmedian std var")
-    put(along(2, special=rules.normed), "norm")
-    for func in rules.FOREACH:
-        found[func] = rules.foreach
-    put(along(2, keeps=True), "normalize")
-    put(rules.picked, "gather")
-    put(rules.product, "matmul bmm mm __matmul__ __rmatmul__")
-    put(rules.linear, "linear")
-    put(rules.layer_norm, "layer_norm rms_norm")
-    put(rules.attention, "scaled_dot_product_attention")
-    put(_cross_entropy, "cross_entropy")
-    put(_nll_loss, "nll_loss")
-    return found
-
-
-_RULES = _table()
-OF_TENSOR = frozenset(func for func, rule in _RULES.items() if rule is rules.on_parts)
-"""Functions that depend neither on values nor on shapes."""
-
-
-def rule_of(func: Callable[..., Any]) -> Rule:
-    """Rule of a function of torch on split tensors."""
-    return _RULES.get(func, rules.on_whole)
+RULES: Mapping[Kind, Rule] = {
+    **dict.fromkeys(OF_MEMORY, _of_part),
+    "shape": _shape,
+    "repr": _repr,
+    "deep_copy": _deep_copy,
+    "pickle": _reduce,
+    "hook": _hook,
+    "differentiate": gradients,
+    **dict.fromkeys(("same", "detached", "moved", "gradient", "data"), rules.same),
+    **dict.fromkeys(("requires_grad_", "detach_"), rules.same),
+    **dict.fromkeys(("elementwise", "by_channel", "like"), rules.elementwise),
+    "foreach": split_rules.foreach,
+    "drawn_like": split_rules.drawn_like,
+    "dropout": split_rules.dropout,
+    "along": rules.along,
+    "sum": partial(rules.along, across=split_rules.summed),
+    "mean": partial(rules.along, across=split_rules.averaged),
+    "logsumexp": partial(rules.along, across=split_rules.log_sum_exp),
+    "extremum": partial(rules.along, across=split_rules.extremum),
+    "pair_or_extremum": partial(rules.pair_or_along, across=split_rules.extremum),
+    "softmax": partial(rules.along, across=split_rules.softmax),
+    "log_softmax": partial(rules.along, across=split_rules.log_softmax),
+    "norm": partial(rules.along, across=split_rules.normed),
+    "gather": partial(rules.picked, across=split_rules.picked),
+    **dict.fromkeys(("matmul", "matrix_product"), split_rules.product),
+    "linear": split_rules.linear,
+    "layer_norm": rules.layer_norm,
+    "attention": split_rules.attention,
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "reshape": rules.reshape,
+    "shaped_as": shapes.shaped_as,
+    "flatten": rules.flatten,
+    "unflatten": rules.unflatten,
+    **dict.fromkeys(("permute", "adjoint"), shapes.permuted),
+    "unsqueeze": rules.unsqueezed,
+    "squeeze": rules.squeezed,
+    "join": rules.joined,
+    "expand": shapes.expanded,
+    "repeat_interleave": partial(rules.along, across=split_rules.repeated),
+    "item": shapes.item,
+    "set_item": shapes.set_item,
+}
+"""Rules by kinds of functions; the whole for any other."""

@@ -1,16 +1,21 @@
 """Functions of torch by what they need of tensors of pipeline stages (`whole.stage_weights`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatron._torch.graphs import EnableTorchFunction, tree_flatten
-from lightning_megatron.whole import split_rules as rules
-from lightning_megatron.whole.copied_view import changes
-from lightning_megatron.whole.split_rules import Args, Kwargs, communicates, name_of
-from lightning_megatron.whole.split_tensor import OF_TENSOR, rule_of
+from lightning_megatron.whole.torch_functions import (
+    OF_MEMORY,
+    Args,
+    Kwargs,
+    changes,
+    communicates,
+    kind_of,
+    name_of,
+)
 
 
 def writes(func: Callable[..., Any]) -> bool:
@@ -20,12 +25,12 @@ def writes(func: Callable[..., Any]) -> bool:
 
 def stays(func: Callable[..., Any]) -> bool:
     """Whether a function of a buffer of another stage changes it there, or hands it on."""
-    return changes(func) or rule_of(func) is rules.moved or name_of(func) in ("detach", "data")
+    return changes(func) or kind_of(func) in ("moved", "detached", "data")
 
 
 def draws(func: Callable[..., Any]) -> bool:
     """Whether a function draws as many numbers as its tensor has elements, whatever these are."""
-    return rule_of(func) in (rules.drawn_like, rules.dropout) or name_of(func) in _DRAWN
+    return kind_of(func) in ("draws", "drawn_like", "dropout")
 
 
 def device_of_result(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.device:
@@ -35,7 +40,7 @@ def device_of_result(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> to
         return torch.device("cpu")
     if name_of(func) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    given = [kwargs.get("device"), *(args[1:2] if rule_of(func) is rules.moved else ())]
+    given = [kwargs.get("device"), *(args[1:2] if kind_of(func) == "moved" else ())]
     for device in given:
         if isinstance(device, torch.device | str):
             return torch.device(device)
@@ -57,43 +62,6 @@ def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs, twin: Callable[[
         return func(twin(args[0]), *like, **named)
 
 
-_PROPERTIES: Any = Tensor
-GRADIENT: Mapping[Any, str] = {
-    _PROPERTIES.grad.__get__: "get grad",
-    _PROPERTIES.grad.__set__: "set grad",
-    _PROPERTIES.grad.__delete__: "set grad",
-    _PROPERTIES.data.__get__: "get data",
-    _PROPERTIES.data.__set__: "set data",
-}
-_DESCRIBES = frozenset(
-    (
-        *(_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel),
-        *(Tensor.__len__, Tensor.__repr__, Tensor.__format__, Tensor.__hash__),
-        *(Tensor.requires_grad_, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad),
-    )
-)
-OF_LEARNING = frozenset(
-    (
-        *(_PROPERTIES.requires_grad.__get__, _PROPERTIES.requires_grad.__set__),
-        *(_PROPERTIES.grad_fn.__get__, _PROPERTIES.is_leaf.__get__, Tensor.requires_grad_),
-        *(Tensor.register_hook, Tensor.retain_grad, Tensor.detach_),
-        *(_PROPERTIES._version.__get__, _PROPERTIES._backward_hooks.__get__),
-        Tensor.register_post_accumulate_grad_hook,
-    )
-)
-"""Functions about how a tensor learns, which the tensor knows that has the memory."""
-_DRAWN = frozenset(
-    (
-        *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
-        *("random", "trunc_normal", "dropout1d", "dropout2d", "dropout3d"),
-    )
-)
-RESHAPES = frozenset(
-    (
-        *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as"),
-        *("set", "as_strided", "swap"),
-    )
-)
 FORMATS = (
     torch.float64,
     torch.float32,
@@ -103,20 +71,20 @@ FORMATS = (
     torch.complex128,
 )
 """Number formats that gradients have."""
-_NEW = frozenset(
-    (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
-)
-READS = frozenset(
+GRADIENT = frozenset(("gradient", "set_gradient", "delete_gradient", "data", "set_data"))
+"""Kinds that get or set ``.grad`` or ``.data``."""
+OF_LEARNING = frozenset(
     (
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__),
-        *(Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__, torch.equal),
-        *(Tensor.equal, Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
-        *(Tensor.backward, Tensor.__contains__),
+        *("learning", "set_learning", "version", "requires_grad_"),
+        *("hook", "retain_grad", "detach_"),
     )
 )
-"""Functions that read values."""
+"""Kinds about how a tensor learns, which the tensor knows that has the memory."""
+READS = frozenset(("reads", "array", "backward"))
+"""Kinds that read values."""
+_TELLS_NO_VALUES = OF_MEMORY - {"new"} | OF_LEARNING | {"shape", "repr"}
 
 
 def tells_no_values(func: Callable[..., Any]) -> bool:
     """Whether what a function tells or sets does not depend on values."""
-    return (func in OF_TENSOR and func not in _NEW) or func in _DESCRIBES
+    return kind_of(func) in _TELLS_NO_VALUES

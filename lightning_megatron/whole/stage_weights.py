@@ -43,23 +43,27 @@ from lightning_megatron._torch.graphs import (
 from lightning_megatron._torch.wrappers import stand_in
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.whole import split_rules as rules
 from lightning_megatron.whole.memory import runs_layer
-from lightning_megatron.whole.split_rules import FOREACH, Args, Kwargs, by_place, name_of
-from lightning_megatron.whole.split_tensor import rule_of
 from lightning_megatron.whole.splits import place_of, whole
 from lightning_megatron.whole.stage_functions import (
     FORMATS,
     GRADIENT,
     OF_LEARNING,
     READS,
-    RESHAPES,
     device_of_result,
     draws,
     moved,
     stays,
     tells_no_values,
     writes,
+)
+from lightning_megatron.whole.torch_functions import (
+    TORCH_FUNCTIONS,
+    Args,
+    Kwargs,
+    by_place,
+    kind_of,
+    name_of,
 )
 from lightning_megatron.whole.weights import PartDTensor, PartWeight, locked, whole_weight
 
@@ -305,16 +309,17 @@ class StageWeights:
             return func(*tree_map(_value, args), **tree_map(_value, kwargs))
         if isinstance(first, StageTensor) and first.is_buffer and stays(func):
             return first
-        if func in GRADIENT and self.owner_of(first) is not None:
+        kind = kind_of(func)
+        if kind in GRADIENT and self.owner_of(first) is not None:
             return self._gradient(func, args)
         if tells_no_values(func):
             return self._described(func, args, kwargs)
         self._refuse_buffers(func, args, kwargs)
         if not self.in_hooks:
             self._refuse(func, args, kwargs)
-        if func in FOREACH:
+        if kind == "foreach":
             return self._foreach(func, args, kwargs)
-        if func is torch.autograd.grad:
+        if kind == "differentiate":
             raise ConfigError(
                 "torch.autograd.grad of weights of pipeline stages, in a hook: the loss is of one "
                 f"stage; {_REMEDY}"
@@ -344,7 +349,7 @@ class StageWeights:
 
     def _foreach(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """A function of lists: each of its stage; numbers are shared together."""
-        name = FOREACH[func]
+        name = TORCH_FUNCTIONS[func].of_each
         each: Any = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
         found: list[Any] = []
@@ -369,7 +374,7 @@ class StageWeights:
         owners = {o for x in tree_flatten((args, kwargs))[0] if (o := self.owner_of(x)) is not None}
         if changed is not None:
             args, kwargs = self._with_values(func, (args, kwargs), apart_from=at)
-        elif len(owners) > 1 or func in READS:
+        elif len(owners) > 1 or kind_of(func) in READS:
             args, kwargs = self._with_values(func, (args, kwargs))
         if not any(self.owner_of(x) is not None for x in tree_flatten((args, kwargs))[0]):
             return locked(func, func(*args, **kwargs))
@@ -385,7 +390,7 @@ class StageWeights:
 
     def _changed(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, changed: Any) -> Any:
         """``func``, which changes a tensor of a stage, on the ranks that have it."""
-        if name_of(func) in RESHAPES:
+        if kind_of(func) == "reshape_in_place":
             raise ConfigError(
                 f"{name_of(func)}_: changes the shape of a weight of a pipeline stage in place; "
                 "nearest valid: the same function without an underscore at its end"
@@ -397,7 +402,8 @@ class StageWeights:
         """``func`` where its tensors are; elsewhere None, after what it draws."""
         given = tree_flatten((args, kwargs))[0]
         if not any(isinstance(x, StageTensor) and x.own is None for x in given):
-            before = None if rule_of(func) is rules.elementwise or draws(func) else self._drawn()
+            follows = kind_of(func) in ("elementwise", "by_channel", "like") or draws(func)
+            before = None if follows else self._drawn()
             with self.within_stage(), EnableTorchFunction():
                 found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
             if before is not None and not torch.equal(before, self._drawn()):
@@ -460,7 +466,7 @@ class StageWeights:
                 return self._twin(leaf)
             return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
-        if rule_of(func) is rules.moved:
+        if kind_of(func) == "moved":
             return moved(func, args, kwargs, twin)
         with EnableTorchFunction():
             return func(*tree_map(twin, args), **tree_map(twin, kwargs))
@@ -574,7 +580,7 @@ class StageWeights:
     def _described(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """A function that tells or sets no values: of the tensor here, or of what stands for it."""
         first = args[0]
-        if isinstance(first, StageTensor) and func in (Tensor.__repr__, Tensor.__format__):
+        if isinstance(first, StageTensor) and kind_of(func) == "repr":
             return (
                 f"StageTensor({first.weight_name!r}, {tuple(first.twin.shape)}, "
                 f"{first.twin.dtype}, on pipeline rank {first.owner})"
@@ -582,7 +588,7 @@ class StageWeights:
         if not isinstance(first, StageTensor):
             with self.within_stage():
                 return func(*args, **kwargs)
-        if func in OF_LEARNING:
+        if kind_of(func) in OF_LEARNING:
             inner = first.twin if first.own is None else first.own
             with self.within_stage(), EnableTorchFunction():
                 found = func(inner, *args[1:], **kwargs)
@@ -592,7 +598,7 @@ class StageWeights:
 
     def _gradient(self, func: Callable[..., Any], args: Args) -> Any:
         """Get or set ``.grad`` or ``.data``."""
-        x, kind = args[0], GRADIENT[func]
+        x, kind = args[0], kind_of(func)
         owner = self.owner_of(x)
         assert owner is not None
         name = getattr(x, "weight_name", None) or self._name_of(x)
@@ -600,14 +606,15 @@ class StageWeights:
             if not isinstance(x, StageTensor):
                 with self.within_stage():
                     return func(*args)
-            if kind == "get grad":
+            if kind == "gradient":
                 return None
             self._refuse(func, args, {})
         inner = x.own if isinstance(x, StageTensor) else x
-        if kind.startswith("set"):
-            return self._set(func, x, inner, args[1:], kind, name)
+        if kind not in ("gradient", "data"):
+            what = "data" if kind == "set_data" else "grad"
+            return self._set(func, x, inner, args[1:], what, name)
         twin = self._twin(x).detach()
-        if kind == "get grad":
+        if kind == "gradient":
             dtype = self._gradients()[str(name)] if self._is_weight(x, name) else None
             if dtype is None:
                 return None
@@ -619,11 +626,11 @@ class StageWeights:
             if found is None:
                 return None
         made = self.tensor(found, twin, owner, device=x.device)
-        made.origin = self._origin(kind, [x])
+        made.origin = self._origin(f"get {kind}", [x])
         return made
 
     def _set(
-        self, func: Any, x: Tensor, inner: Tensor | None, values: Args, kind: str, name: str | None
+        self, func: Any, x: Tensor, inner: Tensor | None, values: Args, what: str, name: str | None
     ) -> None:
         """Set ``.grad`` or ``.data`` where the tensor is."""
         owner = self.owner_of(x)
@@ -632,10 +639,10 @@ class StageWeights:
         twin = self._twin(x)
         if isinstance(value, Tensor) and value.shape != twin.shape:
             raise ConfigError(
-                f"{name or 'tensor'}: .{kind[4:]} was assigned {tuple(value.shape)}, and this "
+                f"{name or 'tensor'}: .{what} was assigned {tuple(value.shape)}, and this "
                 f"parameter has {tuple(twin.shape)}; nearest valid: values of that shape"
             )
-        if kind == "set grad" and self._formats is not None and self._is_weight(x, name):
+        if what == "grad" and self._formats is not None and self._is_weight(x, name):
             self._formats[str(name)] = None if value is None else value.dtype
         if inner is not None:
             with self.within_stage(), EnableTorchFunction():

@@ -46,8 +46,8 @@ from lightning_megatron._torch.graphs import (
 )
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.whole import split_rules as rules
-from lightning_megatron.whole.copied_view import as_views, changes, copies_in
+from lightning_megatron.whole import split_rules, split_tensor
+from lightning_megatron.whole.copied_view import as_views, copies_in
 from lightning_megatron.whole.divided_gradient import LooksWhole
 from lightning_megatron.whole.memory import computes_with_part, traces_users_code
 from lightning_megatron.whole.part_numbers import (
@@ -55,22 +55,28 @@ from lightning_megatron.whole.part_numbers import (
     WholeOfParts,
     one_of,
     reduced,
-    reduces,
+    total_of,
 )
 from lightning_megatron.whole.places import Place
-from lightning_megatron.whole.split_rules import (
-    Args,
-    Kwargs,
-    by_place,
-    communicates,
-    name_of,
-)
-from lightning_megatron.whole.split_tensor import OF_TENSOR, SplitTensor, gradients, rule_of
+from lightning_megatron.whole.split_tensor import SplitTensor, gradients
 from lightning_megatron.whole.splits import marked, place_of, split_of
+from lightning_megatron.whole.torch_functions import (
+    OF_MEMORY,
+    Args,
+    Kind,
+    Kwargs,
+    Rule,
+    by_place,
+    changes,
+    communicates,
+    kind_of,
+    name_of,
+    told_by_shape,
+)
 
 
-class PartWeight(LooksWhole, nn.Parameter):
-    """Parameter of which this rank has a part (see the module's text)."""
+class _PartOfWeight(Tensor):
+    """What a weight in parts, its gradient and what follows from them have in common."""
 
     handles_split_tensors = True
     handles_weights = True
@@ -82,6 +88,10 @@ class PartWeight(LooksWhole, nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return _apply(func, types, args, kwargs or {})
+
+
+class PartWeight(LooksWhole, _PartOfWeight, nn.Parameter):
+    """Parameter of which this rank has a part (see the module's text)."""
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartWeight":
@@ -102,34 +112,12 @@ class SplitWeight(SplitTensor):
         return locked(func, super().__torch_function__(func, types, args, kwargs))
 
 
-class PartTensor(Tensor):
+class PartTensor(_PartOfWeight):
     """Gradient of such a parameter, or what was computed from it element by element."""
 
-    handles_split_tensors = True
-    handles_weights = True
-    _place: Place
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        return _apply(func, types, args, kwargs or {})
-
-
-class PartDTensor(DTensor):
+class PartDTensor(_PartOfWeight, DTensor):
     """Parameter, gradient or result of which ZeRO 3 leaves some rows to this rank."""
-
-    handles_split_tensors = True
-    handles_weights = True
-    _place: Place
-
-    @classmethod
-    @override
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        return _apply(func, types, args, kwargs or {})
 
 
 class _Pipeline:
@@ -207,12 +195,13 @@ def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> 
     args, kwargs = by_place(func, args, kwargs)
     if computes_with_part(_weights(args, kwargs)) or runs_compiled_backward():
         return _of_memory(func, types, args, kwargs)
-    if func is torch.autograd.grad:
+    kind = kind_of(func)
+    if kind == "differentiate":
         return _differentiated(func, args, kwargs)
-    own = _OWN.get(func)
+    own = None if kind is None else RULES.get(kind)
     if own is not None and place_of(args[0]) is not None:
         return own(func, args, kwargs)
-    if func in OF_TENSOR or _is_of_tensor(func):
+    if kind in OF_MEMORY or _is_of_tensor(func):
         return _of_tensor(func, args, kwargs)
     given = args, kwargs
     args, kwargs = tree_map(_split_tensor, given)
@@ -234,7 +223,7 @@ def _stages(args: Args, kwargs: Kwargs) -> Any:
 
 def locked(func: Callable[..., Any], found: Any) -> Any:
     """Let an array of NumPy refuse changes, which a weight would not get."""
-    if func in _ARRAYS:
+    if kind_of(func) == "array":
         found.setflags(write=False)
     return found
 
@@ -250,7 +239,7 @@ def _is_of_tensor(func: Callable[..., Any]) -> bool:
     private = name.startswith("_") and getattr(Tensor, name, None) is func
     private = private and not name.startswith("__")
     attribute = name in ("__get__", "__set__") and func not in _OF_VALUES
-    return (private or attribute) and rule_of(func) is rules.on_whole
+    return (private or attribute) and kind_of(func) not in split_tensor.RULES
 
 
 def _of_tensor(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -266,8 +255,9 @@ def _of_memory(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs)
         return func(*args, **kwargs)
     with DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
-        marked_before = func in _GRADIENTS and type(found) in (SplitWeight, PartTensor)
-        return found.as_subclass(Tensor) if marked_before else found
+        if kind_of(func) in ("gradient", "data") and type(found) in (SplitWeight, PartTensor):
+            return found.as_subclass(Tensor)  # marked before
+        return found
 
 
 def _is_plain(kind: type) -> bool:
@@ -304,27 +294,27 @@ def _mark(found: Any, place: Place) -> Any:
 
 def _of_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs, parts: list[Tensor]) -> Any:
     """``func`` of parts that are no intervals."""
-    first, rule = parts[0], rule_of(func)
+    first, kind = parts[0], kind_of(func)
     place: Place = first._place  # type: ignore[attr-defined]
     leaves = tree_flatten((args, kwargs))[0]
     learns = torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
     )
-    if rule is rules.foreach:
-        return rules.foreach(func, args, kwargs)
+    if kind == "foreach":
+        return split_rules.foreach(func, args, kwargs)
     if not place.is_cut:
         return _of_copies(func, args, kwargs, learns=learns)
-    name = name_of(func)
     alone = len(parts) == 1 and first is args[0]
-    if alone and reduces(func, name, args, kwargs) and (not learns or name in LEARNING):
-        return reduced(name, first, place, args, kwargs)
-    if rule in _ELEMENTWISE and "out" not in kwargs:
+    total = total_of(func, args, kwargs) if alone else None
+    if total is not None and (not learns or total in LEARNING):
+        return reduced(total, first, place, args, kwargs)
+    if kind in _ELEMENTWISE and "out" not in kwargs:
         fitted = _fitted(func, args, kwargs, place, learns=learns)
         if fitted is not None:
             with DisableTorchFunctionSubclass():
                 found = func(*fitted[0], **fitted[1])
             return _mark(found, place)
-    if rule is rules.drawn_like:
+    if kind == "drawn_like":
         return _drawn(func, args, kwargs, place)
     changes_first = changes(func) or communicates(func)
     changed: Any = args[0] if changes_first else kwargs.get("out")
@@ -361,7 +351,7 @@ def _of_copies(func: Callable[..., Any], args: Args, kwargs: Kwargs, *, learns: 
     if not learns:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if rule_of(func) in _ELEMENTWISE and all(x.shape == place.shape for x in others):
+    if kind_of(func) in _ELEMENTWISE and all(x.shape == place.shape for x in others):
         with DisableTorchFunctionSubclass():
             return _mark(func(*args, **kwargs), place)
     # Beside an activation it is the weight of a layer, each rank of which sees other positions.
@@ -532,22 +522,8 @@ def _set_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
             func(weight, held)
 
 
-def _shape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.Size:
-    found: torch.Size = args[0]._place.shape
-    return found
-
-
-def _size(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    shape, dim = _shape(func, args, kwargs), kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return shape if dim is None else shape[dim]
-
-
-def _count(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
-    return _shape(func, args, kwargs).numel()
-
-
-def _length(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
-    return _shape(func, args, kwargs)[0]
+def _shape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.Size | int:
+    return told_by_shape(func, args, kwargs, args[0]._place.shape)
 
 
 def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
@@ -590,40 +566,20 @@ def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return func(weight, with_part)
 
 
-def _own_table() -> Mapping[Callable[..., Any], Any]:
-    attributes: Any = Tensor
-    found: dict[Any, Any] = {
-        attributes.grad.__get__: _get_gradient,
-        attributes.data.__get__: _get_gradient,
-        attributes.grad.__set__: _set_gradient,
-        attributes.data.__set__: _set_data,
-        attributes.shape.__get__: _shape,
-        Tensor.size: _size,
-        Tensor.numel: _count,
-        Tensor.nelement: _count,
-        torch.numel: _count,
-        Tensor.__len__: _length,
-        Tensor.__repr__: _repr,
-        Tensor.__format__: _repr,
-        Tensor.requires_grad_: _of_tensor,
-        Tensor.detach_: _of_tensor,
-        Tensor.__deepcopy__: _deep_copy,
-        Tensor.__reduce_ex__: _reduce,
-        Tensor.register_hook: _hook,
-    }
-    return found
-
-
 _PROPERTIES: Any = Tensor
-_ARRAYS = (Tensor.numpy, Tensor.__array__)
-_GRADIENTS = (_PROPERTIES.grad.__get__, _PROPERTIES.data.__get__)
 _OF_VALUES = (_PROPERTIES.real.__get__, _PROPERTIES.imag.__get__)
-_OWN = _own_table()
+_ELEMENTWISE = frozenset(
+    ("elementwise", "by_channel", "like", "moved", "same", "detached", "detach_")
+)
+RULES: Mapping[Kind, Rule] = {
+    **dict.fromkeys(("gradient", "data"), _get_gradient),
+    "set_gradient": _set_gradient,
+    "set_data": _set_data,
+    "shape": _shape,
+    "repr": _repr,
+    **dict.fromkeys(("requires_grad_", "detach_"), _of_tensor),
+    "deep_copy": _deep_copy,
+    "pickle": _reduce,
+    "hook": _hook,
+}
 """Functions of the weight itself: its shape is that of the whole, its gradient is a part."""
-
-
-def _elementwise_rules() -> Iterator[Any]:
-    yield from (rules.elementwise, rules.moved, rule_of(Tensor.clone))
-
-
-_ELEMENTWISE = tuple(_elementwise_rules())

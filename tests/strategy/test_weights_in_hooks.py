@@ -207,7 +207,7 @@ class Tied(Looking):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         weights = list(self.parameters())
-        self.note(len(weights) + sum(p.numel() for p in weights))
+        self.note(len(weights) + sum(p.numel() + p.nbytes for p in weights))
         self.note(clip_grad_norm_(weights, 0.3))
         self.note(self.net.last.weight.grad.norm() + self.net.first.weight.norm())
         self.note((self.net.last.weight * 2 - self.net.first.weight).sum())

@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import operator
 import re
 from unittest import mock
 
@@ -68,6 +69,17 @@ def _changed(x):
     return x.div_(2) * x
 
 
+def _beside_a_split(net, x):
+    """Under tp the first is split over tp, the second over cp and tp."""
+    a, b = net.column(whole(x)), net.column(x)
+    return a * b + b * a + torch.cat([a, b], -1)[..., 2:6] + torch.maximum(a.to(b), b) + b.to(a)
+
+
+def _relued(x):
+    mean = x.mean(1, keepdim=True)
+    return F.relu(x, inplace=True) * mean + x.cumsum(1)
+
+
 STAYS = {
     "double": lambda net, x, y: x.double() / 3,
     "detached": lambda net, x, y: x.detach() * x + 1,
@@ -86,6 +98,16 @@ STAYS = {
     "flat": lambda net, x, y: x.flatten(0, 1).sum(-1),
     "flat labels": lambda net, x, y: x.view(-1, V) * (y != 3).view(-1, 1),
     "heads": lambda net, x, y: x.view(*x.shape[:2], 3, 4).softmax(-1),
+    "unflatten": lambda net, x, y: x.unflatten(-1, (3, 4)).softmax(-1),
+    "columns": lambda net, x, y: (x.mT.double() * net.scale[:, None]).exp().mT,
+    "medians": lambda net, x, y: x.nanmedian(-1).values,
+    "angles": lambda net, x, y: torch.atan2(x, net.scale).unsqueeze(-1).squeeze(-1),
+    "halves": lambda net, x, y: x.chunk(2, -1)[0] * x.split([2, V // 2, 4], 2)[1],
+    "one class": lambda net, x, y: x.select(-1, 3) + x.unbind(2)[5],
+    "classes by index": lambda net, x, y: x.index_select(-1, torch.tensor([5, 0])),
+    "joined": lambda net, x, y: torch.cat([x, x.exp()], -1).repeat_interleave(2, -1),
+    "stacked": lambda net, x, y: torch.stack([x, x.exp()], -1),
+    "beside a split": lambda net, x, y: _beside_a_split(net, x),
     "without the last": lambda net, x, y: x[:, :-1] * 2,
     "without the first": lambda net, x, y: x[:, 1:, :].exp(),
     "inner": lambda net, x, y: x[:, 1:][:, :-2],
@@ -118,6 +140,9 @@ WHOLE = {
     "mse": lambda net, x, y: F.mse_loss(x, torch.ones_like(x)),
     "own function": lambda net, x, y: _Square.apply(x),
     "in place": lambda net, x, y: _changed(x),
+    "relu in place": lambda net, x, y: _relued(x),
+    "numbers per position": lambda net, x, y: F.prelu(x, torch.linspace(0, 1, x.shape[1]).to(x)),
+    "beside nothing": lambda net, x, y: torch.tensor(operator.eq(x, None)),
     "cat": lambda net, x, y: torch.cat([x, x], 1),
     "einsum": lambda net, x, y: torch.einsum("bsv,btv->bst", x, x),
     "whole": lambda net, x, y: whole(x),
@@ -171,7 +196,8 @@ def _functions(options, kind):
             except Exception as error:
                 raise AssertionError(f"{name}, {length} positions: {error}") from error
             rows = part_of(outs[1])
-            if (tp == 1 or name != "heads") and name != "own function":
+            by_features = name in ("heads", "unflatten", "beside a split")
+            if (tp == 1 or not by_features) and name != "own function":
                 assert (rows is not None) == (kind == "stays"), name
             torch.testing.assert_close(whole(outs[1].detach()), outs[0].detach())
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -87,10 +88,18 @@ PARTS: dict[str, Function] = {
     "unbind": lambda x, w: x.unbind(1)[2],
     "cat of the batch": lambda x, w: torch.cat([x, 2 * x]),
     "stack": lambda x, w: torch.stack([x, x + 1], -1),
+    "stack in front": lambda x, w: torch.stack([x, x + 1], 1),
+    "one place": lambda x, w: x.select(1, 3),
+    "places by index": lambda x, w: x.index_select(1, torch.tensor([3, 0])),
+    "repeated places": lambda x, w: x.repeat_interleave(torch.tensor([2] * S), 1),
     "iteration": lambda x, w: list(x)[1],
     "softmax": lambda x, w: x.softmax(-1),
     "log_softmax": lambda x, w: F.log_softmax(x, dim=2),
     "softmax along the sequence": lambda x, w: x.softmax(1),
+    "relu in place": lambda x, w: F.relu(x * 1, inplace=True),
+    "std over the batch": lambda x, w: x.std(0, True),
+    "linalg norm over the batch": lambda x, w: torch.linalg.vector_norm(x, dim=0),
+    "picked along the sequence": lambda x, w: x.gather(1, MASK[:, :3].long()),
     "mean over the sequence": lambda x, w: x.mean(1),
     "mean over the sequence, kept": lambda x, w: x.mean((0, 1), keepdim=True),
     "maxima over the sequence": lambda x, w: x.max(1).values,
@@ -130,6 +139,8 @@ WHOLES: dict[str, Function] = {
     "std": lambda x, w: x.std(-1),
     "std of all": lambda x, w: x.std(),
     "norm": lambda x, w: x.norm(dim=-1),
+    "norm of all, kept": lambda x, w: x.norm(2.0, keepdim=True),
+    "linalg norm": lambda x, w: torch.linalg.vector_norm(x, 3),
     "any": lambda x, w: (x > 0.9).any(-1),
     "logsumexp": lambda x, w: x.logsumexp(-1),
     "entropy": lambda x, w: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
@@ -169,6 +180,8 @@ WHOLES: dict[str, Function] = {
     "added to a whole": lambda x, w: torch.zeros(B, S, V).double().add_(x),
     "moved to a whole": lambda x, w: _assigned(torch.zeros(B, S, V).double(), ..., x),
     "shape": lambda x, w: torch.tensor([*x.shape, x.numel(), len(x), x.size(-1), x.dim()]),
+    "bytes": lambda x, w: torch.tensor(x.nbytes),
+    "beside nothing": lambda x, w: torch.tensor(operator.eq(x, None)),
 }
 """All ranks have the same, whole result."""
 

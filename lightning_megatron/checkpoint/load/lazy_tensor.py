@@ -22,51 +22,12 @@ from typing_extensions import override
 
 from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron._torch.state_dicts import call_as_tensor, tensor_without_memory
+from lightning_megatron.whole.torch_functions import kind_of
 
-_PROPERTIES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "requires_grad",
-    "is_meta",
-    "is_cuda",
-    "is_cpu",
-    "is_leaf",
-    "is_sparse",
-    "is_quantized",
-    "itemsize",
-    "nbytes",
-    "grad",
-    "grad_fn",
-    "is_nested",
-]
-_METHODS = [
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "element_size",
-    "__len__",
-    "is_floating_point",
-    "is_complex",
-    "__hash__",
-    "stride",
-    "is_contiguous",
-    "get_device",
-    "requires_grad_",
-    "retain_grad",
-]
-_ABOUT = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES]
-    + [getattr(Tensor, name) for name in _METHODS]
-    + [torch.is_floating_point, torch.is_complex, torch.numel]
-)
-"""Functions that need no values; a lazy tensor answers them itself."""
-_MEMORY = ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__")
-"""Methods that expose the memory; later writes are not counted by ``_version``."""
+ITSELF = frozenset(("format", "shape", "learning", "gradient", "requires_grad_", "retain_grad"))
+"""Kinds of functions that need no values; a lazy tensor answers them itself."""
+_LENDS = frozenset(("array", "storage", "foreign", "data"))
+"""Kinds that expose the memory; later writes are not counted by ``_version``."""
 
 
 class LazyCache:
@@ -190,11 +151,10 @@ class LazyTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _ABOUT:
+        kind = kind_of(func)
+        if kind in ITSELF:
             return call_as_tensor(func, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        data = func == Tensor.data.__get__  # type: ignore[attr-defined]
-        if (name in _MEMORY or data) and isinstance(args[0], LazyTensor):
+        if kind in _LENDS and isinstance(args[0], LazyTensor):
             args[0].value()
             args[0]._lent = True
         return func(*tree_map(_resolved, args), **tree_map(_resolved, dict(kwargs or {})))
