@@ -50,6 +50,7 @@ from lightning_megatron._torch.graphs import next_sequence_number as next_sequen
 from lightning_megatron._torch.graphs import runs_backward as runs_backward
 from lightning_megatron._torch.graphs import runs_compiled_backward as runs_compiled_backward
 from lightning_megatron._torch.graphs import sequence_number as sequence_number
+from lightning_megatron._torch.graphs import register_list as register_list
 from lightning_megatron._torch.graphs import tree_flatten as tree_flatten
 from lightning_megatron._torch.graphs import tree_map as tree_map
 from lightning_megatron._torch.graphs import tree_unflatten as tree_unflatten

@@ -87,6 +87,10 @@ class Boundary(Protocol):
         ...
 
 
+class Placeholder(nn.Parameter):
+    """Parameter without elements, which an optimizer has where a stage has none for it."""
+
+
 class RemoteItem(nn.Module):
     """Placeholder for an item that another pipeline stage holds.
 
@@ -164,7 +168,7 @@ class RemoteItem(nn.Module):
         own: dict[str, Any] = self.__dict__["own_parameters"]
         if own:
             return None
-        own["placeholder"] = made = nn.Parameter(torch.empty(0))
+        own["placeholder"] = made = Placeholder(torch.empty(0))
         return made
 
     def stand_back(self) -> None:

@@ -1,21 +1,28 @@
 """The part of the strategy that lets user's code see whole weights where ranks have parts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron._torch import WRAPPER_NAMES
 from lightning_megatron.layers.memory import on_memory
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.layers.stage_weights import StageBuffer, StageWeight, StageWeights
+from lightning_megatron.layers.splits import place_of
+from lightning_megatron.layers.stage_weights import (
+    StageBuffer,
+    StageTensor,
+    StageWeight,
+    StageWeights,
+)
 from lightning_megatron.layers.weights import WeightParts
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.weight_places import place_of_role, weight_places
-from lightning_megatron.strategy.group_weights import GroupWeights
+from lightning_megatron.strategy.group_weights import GroupWeights, StageState
 from lightning_megatron.strategy.run import Run
 
 
@@ -39,9 +46,11 @@ class WeightWatch:
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._show_stages(gradients, trunk)
         self._parts = WeightParts(weight_places(gradients, self._stages))
-        for optimizer in self._run.optimizers if self._stages is not None else ():
+        for number, optimizer in enumerate(self._run.optimizers if self._stages else ()):
+            for index, group in enumerate(optimizer.param_groups):
+                group["params"] = self._of_all_stages(group["params"], (number, index))
             self.show_groups(optimizer)
-            vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
+            vars(optimizer)["zero_grad"] = self._clearing(optimizer.zero_grad)
 
     def stop(self) -> None:
         """Undo `begin`."""
@@ -51,7 +60,10 @@ class WeightWatch:
             for optimizer in self._run.optimizers:
                 vars(optimizer).pop("zero_grad", None)
                 for group in optimizer.param_groups:
-                    group["params"] = list.copy(group["params"])
+                    group["params"] = [
+                        p for p in group["params"] if not isinstance(p, StageTensor)
+                    ]
+                optimizer.state = defaultdict(dict, optimizer.state)
             for item in self._run.module.modules():
                 if isinstance(item, RemoteItem):
                     item.show(None)
@@ -91,17 +103,42 @@ class WeightWatch:
     def show_groups(self, optimizer: Optimizer) -> None:
         """Let hooks see the weights of all stages in the groups of an optimizer.
 
-        A hook may have added a group, with weights of other stages, on which this rank does not
+        A hook may have made a list, with weights of other stages, on which this rank does not
         step.
         """
-        if self._stages is None:
+        stages = self._stages
+        if stages is None:
             return
-        with self._stages.within_stage():
-            self._stages.forget_gradients()
-            for index, group in enumerate(optimizer.param_groups):
+        with stages.within_stage():
+            stages.forget_gradients()
+            for group in optimizer.param_groups:
                 if not isinstance(group["params"], GroupWeights):
-                    number = self._run.optimizers.index(optimizer)
-                    group["params"] = GroupWeights(group["params"], self._stages, (number, index))
+                    group["params"] = GroupWeights(group["params"], stages)
+            if not isinstance(optimizer.state, StageState):
+                optimizer.state = StageState(dict, optimizer.state)
+
+    def _clearing(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+        """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
+        stages = self._stages
+        assert stages is not None
+
+        @on_memory
+        def cleared(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            stages.forget_gradients()
+
+        return cleared
+
+    def _of_all_stages(self, own: Sequence[Tensor], group: tuple[int, int]) -> list[Tensor]:
+        """Return the parameters of a group on all stages, in the order of the network."""
+        stages = self._stages
+        assert stages is not None
+        names = {place_of(p).name for p in own if stages.owner_of(p) is not None}
+        names |= {name for name in stages.names if stages.known(name).group == group}
+        inside = [stages.weight(name) for name in stages.names if name in names]
+        at = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
+        after = [p for p in own[at:] if stages.owner_of(p) is None]
+        return [*own[:at], *inside, *after]
 
     def _show_stages(self, gradients: GradientSet, trunk: PipelineSequential) -> StageWeights:
         topology = self._run.topology
