@@ -176,18 +176,47 @@ class RemoteItem(nn.Module):
         del self.__dict__["own_parameters"]["placeholder"]
 
     @override
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Be made again as what this is, whatever class code of the user's finds."""
+        return _bare_item, (), dict(self.__dict__)
+
+    @override
     def extra_repr(self) -> str:
         return f"{self.name!r}, stage={self.stage}"
 
     @override
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Save what code of the user's finds; the placeholder of an empty stage is no weight."""
-        if self._shell() is not None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
+        shell = self._shell()
+        if shell is not None:
+            shell._save_to_state_dict(*args, **kwargs)
 
     @override
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load nothing: what stands here has no values."""
+        """Load into what code of the user's finds: values of other stages are sent to this one."""
+        shell = self._shell()
+        if shell is not None:
+            shell._load_from_state_dict(*args, **kwargs)
+
+    @override
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        (self._shell() or super()).register_parameter(name, param)
+
+    @override
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        (self._shell() or super()).register_buffer(*args, **kwargs)
+
+    @override
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        (self._shell() or super()).add_module(name, module)
+
+    @override
+    def __delattr__(self, name: str) -> None:
+        shell = self._shell()
+        if shell is None or name in self.__dict__:
+            super().__delattr__(name)
+        if shell is not None:
+            delattr(shell, name)
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -230,6 +259,10 @@ class RemoteItem(nn.Module):
             f"Item {self.name!r} of the PipelineSequential is on pipeline stage {self.stage}; "
             "it can only be reached by calling the PipelineSequential, not directly."
         )
+
+
+def _bare_item() -> RemoteItem:
+    return object.__new__(RemoteItem)
 
 
 class Stages(Protocol):

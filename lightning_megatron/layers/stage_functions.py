@@ -51,8 +51,10 @@ def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs, twin: Callable[[
     kept = [x for x in args[1:] if not isinstance(x, torch.device | str)]
     like = [twin(x) if isinstance(x, Tensor) else x for x in kept]
     named = {k: v for k, v in kwargs.items() if k != "device"}
-    if not like and not named:
+    if not like and not named and name_of(func) == "to":
         return twin(args[0])
+    if not like and not named and name_of(func) == "type":
+        raise NotImplementedError("a name of the device's own")
     with EnableTorchFunction():
         return func(twin(args[0]), *like, **named)
 
@@ -86,6 +88,7 @@ _DRAWN = frozenset(
     (
         *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
         *("random", "trunc_normal", "dropout1d", "dropout2d", "dropout3d"),
+        *("kaiming_uniform", "kaiming_normal"),
     )
 )
 RESHAPES = frozenset(
@@ -103,6 +106,10 @@ FORMATS = (
     torch.complex128,
 )
 """Number formats that gradients have."""
+ADDRESSES = frozenset(
+    (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage)
+)
+"""Functions that tell where values lie."""
 _NEW = frozenset(
     (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
 )

@@ -48,6 +48,7 @@ from lightning_megatron.layers.split_rules import FOREACH, Args, Kwargs, by_plac
 from lightning_megatron.layers.split_tensor import rule_of
 from lightning_megatron.layers.splits import place_of, whole
 from lightning_megatron.layers.stage_functions import (
+    ADDRESSES,
     FORMATS,
     GRADIENT,
     OF_LEARNING,
@@ -299,7 +300,7 @@ class StageWeights:
         """``func`` of tensors of stages, as one process would run it."""
         args, kwargs = by_place(func, args, kwargs)
         first = args[0] if args else None
-        if not self.alive and not any(
+        if not (self.alive and self.in_hooks) and not any(
             isinstance(x, StageTensor) and x.own is None for x in tree_flatten((args, kwargs))[0]
         ):  # kept from a hook, by the rank that has it
             return func(*tree_map(_value, args), **tree_map(_value, kwargs))
@@ -307,6 +308,12 @@ class StageWeights:
             return first
         if func in GRADIENT and self.owner_of(first) is not None:
             return self._gradient(func, args)
+        if func in ADDRESSES and isinstance(first, StageTensor):
+            raise ConfigError(
+                f"{name_of(func)}: {first.weight_name or 'this tensor'} is on pipeline rank "
+                f"{first.owner}, and has no address on other ranks; nearest valid: id(p) for a "
+                "key, as a weight that layers share is one object"
+            )
         if tells_no_values(func):
             return self._described(func, args, kwargs)
         self._refuse_buffers(func, args, kwargs)

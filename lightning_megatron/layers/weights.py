@@ -573,6 +573,16 @@ def _reduce(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     )
 
 
+def _address(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], DTensor):
+        raise ConfigError(
+            f"{args[0]._place.name}: {name_of(func)} of a weight that zero=3 keeps in parts, which "
+            "has no address as a whole; nearest valid: id(p) for a key, as a weight that layers "
+            "share is one object"
+        )
+    return _of_tensor(func, args, kwargs)
+
+
 def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Gradient hooks get the gradient as the weight is."""
     weight, hook = args
@@ -609,6 +619,9 @@ def _own_table() -> Mapping[Callable[..., Any], Any]:
         Tensor.__deepcopy__: _deep_copy,
         Tensor.__reduce_ex__: _reduce,
         Tensor.register_hook: _hook,
+        Tensor.data_ptr: _address,
+        Tensor.untyped_storage: _address,
+        Tensor.storage: _address,
     }
     return found
 

@@ -31,11 +31,16 @@ class GroupWeights(list[Any]):
     Args:
         shown: parameters of the group on all stages.
         stages: weights of all stages.
+        is_known: whether all ranks have the same groups, so that it is known what this one has on
+            other stages.
     """
 
-    def __init__(self, shown: Sequence[Tensor], stages: StageWeights) -> None:
+    def __init__(
+        self, shown: Sequence[Tensor], stages: StageWeights, *, is_known: bool = True
+    ) -> None:
         super().__init__(shown)
         self._stages = stages
+        self._is_known = is_known
         self._own: list[Any] = []
         self._sort_out()
 
@@ -50,7 +55,15 @@ class GroupWeights(list[Any]):
     @property
     def _is_shown(self) -> bool:
         """Whether code of the user's looks in a hook."""
-        return self._stages.in_hooks and asks_classes()
+        if not (self._stages.in_hooks and asks_classes()):
+            return False
+        if not self._is_known:
+            raise ConfigError(
+                "optimizer.param_groups: the pipeline's ranks have other groups or other options "
+                "of them, so no rank knows the weights of a group on all stages; nearest valid: "
+                "self.named_parameters() in hooks, or groups that every stage has, in one order"
+            )
+        return True
 
     @override
     def __add__(self, other: Any) -> Any:

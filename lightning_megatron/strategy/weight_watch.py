@@ -40,17 +40,18 @@ class WeightWatch:
         self._goes_on = False
         """Whether the run is between two layouts."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightWatch":
+        """Return itself: a copy of a module is on the same stages."""
+        return self
+
     def begin(self) -> None:
         """Let weights know what they are from now on; collective under a pipeline."""
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._show_stages(gradients, trunk)
         self._parts = WeightParts(weight_places(gradients, self._stages))
-        for number, optimizer in enumerate(self._run.optimizers if self._stages else ()):
-            for index, group in enumerate(optimizer.param_groups):
-                group["params"] = self._of_all_stages(group["params"], (number, index))
-            self.show_groups(optimizer)
-            vars(optimizer)["zero_grad"] = self._clearing(optimizer.zero_grad)
+        if self._stages is not None:
+            self._show_optimizers(self._stages)
 
     def stop(self) -> None:
         """Undo `begin`."""
@@ -117,28 +118,18 @@ class WeightWatch:
             if not isinstance(optimizer.state, StageState):
                 optimizer.state = StageState(dict, optimizer.state)
 
-    def _clearing(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
-        stages = self._stages
-        assert stages is not None
-
-        @on_memory
-        def cleared(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            stages.forget_gradients()
-
-        return cleared
-
-    def _of_all_stages(self, own: Sequence[Tensor], group: tuple[int, int]) -> list[Tensor]:
-        """Return the parameters of a group on all stages, in the order of the network."""
-        stages = self._stages
-        assert stages is not None
-        names = {place_of(p).name for p in own if stages.owner_of(p) is not None}
-        names |= {name for name in stages.names if stages.known(name).group == group}
-        inside = [stages.weight(name) for name in stages.names if name in names]
-        at = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
-        after = [p for p in own[at:] if stages.owner_of(p) is None]
-        return [*own[:at], *inside, *after]
+    def _show_optimizers(self, stages: StageWeights) -> None:
+        """Let hooks see the groups of all stages; collective."""
+        optimizers = self._run.optimizers
+        options = [[_options(group) for group in o.param_groups] for o in optimizers]
+        every = self._run.topology.pp.all_gather_object(options)
+        for number, optimizer in enumerate(optimizers):
+            is_known = all(of_rank[number] == options[number] for of_rank in every)
+            for index, group in enumerate(optimizer.param_groups):
+                shown = _of_all_stages(group["params"], stages, (number, index))
+                group["params"] = GroupWeights(shown, stages, is_known=is_known)
+            self.show_groups(optimizer)
+            vars(optimizer)["zero_grad"] = _clearing(optimizer.zero_grad, stages)
 
     def _show_stages(self, gradients: GradientSet, trunk: PipelineSequential) -> StageWeights:
         topology = self._run.topology
@@ -194,6 +185,33 @@ class WeightWatch:
             for name, b in item.named_buffers(remove_duplicate=False)
         ]
         return _Item(weights, buffers)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a group as text."""
+    return {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _of_all_stages(
+    own: Sequence[Tensor], stages: StageWeights, group: tuple[int, int]
+) -> list[Tensor]:
+    """Return the parameters of a group on all stages, in the order of the network."""
+    names = {place_of(p).name for p in own if stages.owner_of(p) is not None}
+    names |= {name for name in stages.names if stages.known(name).group == group}
+    inside = [stages.weight(name) for name in stages.names if name in names]
+    at = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
+    return [*own[:at], *inside, *(p for p in own[at:] if stages.owner_of(p) is None)]
+
+
+def _clearing(zero_grad: Callable[..., Any], stages: StageWeights) -> Callable[..., Any]:
+    """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
+
+    @on_memory
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
+        stages.forget_gradients()
+
+    return cleared
 
 
 @dataclass(frozen=True)

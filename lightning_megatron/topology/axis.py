@@ -35,6 +35,10 @@ class Axis:
         if known is None or known.group is not self.group:
             _axes[self.key] = self  # axes with the same ranks share a group: the first made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
+        """Return itself: a copy of a layer is on the same ranks."""
+        return self
+
     @property
     def size(self) -> int:
         """Degree of the axis."""
