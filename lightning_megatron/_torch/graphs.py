@@ -27,9 +27,7 @@ EnableTorchFunction: Any = torch._C._EnableTorchFunction
 
 def register_list(kind: type[list[Any]]) -> None:
     """Let functions of nested containers look into a class of lists of ours (2.11-2.13)."""
-    register_pytree_node(
-        kind, lambda values: (list(values), None), lambda values, _: list(values)
-    )
+    register_pytree_node(kind, lambda values: (list(values), None), lambda values, _: list(values))
 
 
 def asks_classes() -> bool:

@@ -72,6 +72,7 @@ _DESCRIBES = frozenset(
         *(_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel),
         *(Tensor.__len__, Tensor.__repr__, Tensor.__format__, Tensor.__hash__),
         *(Tensor.requires_grad_, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad),
+        Tensor.__deepcopy__,  # a part's: what stands for another stage's has its own
     )
 )
 OF_LEARNING = frozenset(
@@ -106,9 +107,7 @@ FORMATS = (
     torch.complex128,
 )
 """Number formats that gradients have."""
-ADDRESSES = frozenset(
-    (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage)
-)
+ADDRESSES = frozenset((Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage))
 """Functions that tell where values lie."""
 _NEW = frozenset(
     (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)

@@ -160,8 +160,9 @@ class StageTensor(Tensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> "StageTensor":
-        with DisableTorchFunctionSubclass():
+        with self.stages.within_stage(), EnableTorchFunction():  # of a part it is a part again
             own = None if self.own is None else self.own.detach().clone()
+        with DisableTorchFunctionSubclass():
             twin, name = self.twin.detach().clone(), self.weight_name
             made = self.stages.tensor(own, twin, self.owner, name, self.device)
             made.twin.requires_grad_(self.twin.requires_grad)

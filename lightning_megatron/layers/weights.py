@@ -560,8 +560,12 @@ def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
 def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     x, memo = args
     with DisableTorchFunctionSubclass():
-        held = x if isinstance(x, DTensor) else x.as_subclass(Tensor)
-        memo[id(x)] = made = _mark(copy.deepcopy(held, memo), x._place)
+        if isinstance(x, DTensor):  # torch copies those of its own class only
+            copied: Any = x.detach().clone().requires_grad_(x.requires_grad)
+            copied._is_param = getattr(x, "_is_param", False)
+        else:
+            copied = copy.deepcopy(x.as_subclass(Tensor), memo)
+        memo[id(x)] = made = _mark(copied, x._place)
         return made
 
 

@@ -48,9 +48,7 @@ class GroupWeights(list[Any]):
         """Note what this rank steps on; a placeholder of a stage without weights is not shown."""
         every = list.copy(self)
         self._own = [p for p in every if not isinstance(p, StageTensor)]
-        list.__setitem__(
-            self, slice(None), [p for p in every if not isinstance(p, Placeholder)]
-        )
+        list.__setitem__(self, slice(None), [p for p in every if not isinstance(p, Placeholder)])
 
     @property
     def _is_shown(self) -> bool:

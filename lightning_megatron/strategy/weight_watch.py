@@ -61,9 +61,7 @@ class WeightWatch:
             for optimizer in self._run.optimizers:
                 vars(optimizer).pop("zero_grad", None)
                 for group in optimizer.param_groups:
-                    group["params"] = [
-                        p for p in group["params"] if not isinstance(p, StageTensor)
-                    ]
+                    group["params"] = [p for p in group["params"] if not isinstance(p, StageTensor)]
                 optimizer.state = defaultdict(dict, optimizer.state)
             for item in self._run.module.modules():
                 if isinstance(item, RemoteItem):
