@@ -47,10 +47,10 @@ from lightning_megatron._torch.graphs import compile_with_callers_only as compil
 from lightning_megatron._torch.graphs import current_function_mode as current_function_mode
 from lightning_megatron._torch.graphs import keep_version as keep_version
 from lightning_megatron._torch.graphs import next_sequence_number as next_sequence_number
+from lightning_megatron._torch.graphs import register_list as register_list
 from lightning_megatron._torch.graphs import runs_backward as runs_backward
 from lightning_megatron._torch.graphs import runs_compiled_backward as runs_compiled_backward
 from lightning_megatron._torch.graphs import sequence_number as sequence_number
-from lightning_megatron._torch.graphs import register_list as register_list
 from lightning_megatron._torch.graphs import tree_flatten as tree_flatten
 from lightning_megatron._torch.graphs import tree_map as tree_map
 from lightning_megatron._torch.graphs import tree_unflatten as tree_unflatten

@@ -227,7 +227,6 @@ class Prunes(Looking):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.note(sum(p.detach().sum() for p in self.parameters()))
-        self.note(self.net.first.weight.tril(-1).abs().max())
 
 
 class _UnfreezesFirst(BaseFinetuning):
