@@ -200,15 +200,27 @@ class RemoteItem(nn.Module):
 
     @override
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        (self._shell() or super()).register_parameter(name, param)
+        shell = self._shell()
+        if shell is None:
+            super().register_parameter(name, param)
+        else:
+            shell.register_parameter(name, param)
 
     @override
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        (self._shell() or super()).register_buffer(*args, **kwargs)
+        shell = self._shell()
+        if shell is None:
+            super().register_buffer(*args, **kwargs)
+        else:
+            shell.register_buffer(*args, **kwargs)
 
     @override
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        (self._shell() or super()).add_module(name, module)
+        shell = self._shell()
+        if shell is None:
+            super().add_module(name, module)
+        else:
+            shell.add_module(name, module)
 
     @override
     def __delattr__(self, name: str) -> None:

@@ -578,9 +578,10 @@ def _reduce(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _address(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    if isinstance(args[0], DTensor):
+    x = args[0]
+    if isinstance(x, PartDTensor):
         raise ConfigError(
-            f"{args[0]._place.name}: {name_of(func)} of a weight that zero=3 keeps in parts, which "
+            f"{x._place.name}: {name_of(func)} of a weight that zero=3 keeps in parts, which "
             "has no address as a whole; nearest valid: id(p) for a key, as a weight that layers "
             "share is one object"
         )
