@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,12 +16,18 @@ from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclas
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
+from torch.utils._pytree import register_pytree_node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
 """Its opposite, which ``torch.overrides`` uses for the same (2.11-2.13)."""
+
+
+def register_list(kind: type[list[Any]]) -> None:
+    """Let functions of nested containers look into a class of lists of ours (2.11-2.13)."""
+    register_pytree_node(kind, lambda values: (list(values), None), lambda values, _: list(values))
 
 
 asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled

@@ -87,6 +87,10 @@ class Boundary(Protocol):
         ...
 
 
+class Placeholder(nn.Parameter):
+    """Parameter without elements, which an optimizer has where a stage has none for it."""
+
+
 class RemoteItem(nn.Module):
     """Placeholder for an item that another pipeline stage holds.
 
@@ -164,7 +168,7 @@ class RemoteItem(nn.Module):
         own: dict[str, Any] = self.__dict__["own_parameters"]
         if own:
             return None
-        own["placeholder"] = made = nn.Parameter(torch.empty(0))
+        own["placeholder"] = made = Placeholder(torch.empty(0))
         return made
 
     def stand_back(self) -> None:
@@ -172,18 +176,59 @@ class RemoteItem(nn.Module):
         del self.__dict__["own_parameters"]["placeholder"]
 
     @override
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Be made again as what this is, whatever class code of the user's finds."""
+        return _bare_item, (), dict(self.__dict__)
+
+    @override
     def extra_repr(self) -> str:
         return f"{self.name!r}, stage={self.stage}"
 
     @override
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Save what code of the user's finds; the placeholder of an empty stage is no weight."""
-        if self._shell() is not None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
+        shell = self._shell()
+        if shell is not None:
+            shell._save_to_state_dict(*args, **kwargs)
 
     @override
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load nothing: what stands here has no values."""
+        """Load into what code of the user's finds: values of other stages are sent to this one."""
+        shell = self._shell()
+        if shell is not None:
+            shell._load_from_state_dict(*args, **kwargs)
+
+    @override
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        shell = self._shell()
+        if shell is None:
+            super().register_parameter(name, param)
+        else:
+            shell.register_parameter(name, param)
+
+    @override
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        shell = self._shell()
+        if shell is None:
+            super().register_buffer(*args, **kwargs)
+        else:
+            shell.register_buffer(*args, **kwargs)
+
+    @override
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        shell = self._shell()
+        if shell is None:
+            super().add_module(name, module)
+        else:
+            shell.add_module(name, module)
+
+    @override
+    def __delattr__(self, name: str) -> None:
+        shell = self._shell()
+        if shell is None or name in self.__dict__:
+            super().__delattr__(name)
+        if shell is not None:
+            delattr(shell, name)
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -226,6 +271,10 @@ class RemoteItem(nn.Module):
             f"Item {self.name!r} of the PipelineSequential is on pipeline stage {self.stage}; "
             "it can only be reached by calling the PipelineSequential, not directly."
         )
+
+
+def _bare_item() -> RemoteItem:
+    return object.__new__(RemoteItem)
 
 
 class Stages(Protocol):

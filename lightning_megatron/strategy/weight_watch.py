@@ -1,25 +1,32 @@
 """The part of the strategy that lets user's code see whole weights and gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.strategy.group_weights import GroupWeights
+from lightning_megatron.strategy.group_weights import GroupWeights, StageState
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.divided_gradient import DividedGradients
 from lightning_megatron.whole.memory import on_memory
 from lightning_megatron.whole.places import Place
-from lightning_megatron.whole.stage_weights import StageBuffer, StageWeight, StageWeights
+from lightning_megatron.whole.splits import place_of
+from lightning_megatron.whole.stage_weights import (
+    StageBuffer,
+    StageTensor,
+    StageWeight,
+    StageWeights,
+)
 from lightning_megatron.whole.weights import WeightParts
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
@@ -39,6 +46,10 @@ class WeightWatch:
         self._goes_on = False
         """Whether the run is between two layouts."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightWatch":
+        """Return itself: a copy of a module is on the same stages."""
+        return self
+
     def begin(self) -> None:
         """Let weights know what they are from now on; collective under a pipeline."""
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
@@ -48,10 +59,11 @@ class WeightWatch:
         self._parts = WeightParts(places)
         self._divided = DividedGradients(gradients.hidden)
         self._let_clear(gradients)
-        parts = bool(places) or self._stages is not None  # a stage may have no weights
-        for optimizer in self._run.optimizers if parts else ():
-            self.show_groups(optimizer)
-            vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
+        if self._stages is not None:  # a stage may have no weights
+            self._show_optimizers(self._stages)
+        elif places:
+            for optimizer in self._run.optimizers:
+                vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
 
     def stop(self) -> None:
         """Undo `begin`."""
@@ -62,7 +74,8 @@ class WeightWatch:
             stages.sees_all = stages.alive = False
             for optimizer in self._run.optimizers:
                 for group in optimizer.param_groups:
-                    group["params"] = list.copy(group["params"])
+                    group["params"] = [p for p in group["params"] if not isinstance(p, StageTensor)]
+                optimizer.state = defaultdict(dict, optimizer.state)
             for item in self._run.module.modules():
                 if isinstance(item, RemoteItem):
                     item.show(None)
@@ -121,17 +134,32 @@ class WeightWatch:
     def show_groups(self, optimizer: Optimizer) -> None:
         """Let hooks see the weights of all stages in the groups of an optimizer.
 
-        A hook may have added a group, with weights of other stages, on which this rank does not
+        A hook may have made a list, with weights of other stages, on which this rank does not
         step.
         """
-        if self._stages is None:
+        stages = self._stages
+        if stages is None:
             return
-        with self._stages.within_stage():
-            self._stages.forget_gradients()
-            for index, group in enumerate(optimizer.param_groups):
+        with stages.within_stage():
+            stages.forget_gradients()
+            for group in optimizer.param_groups:
                 if not isinstance(group["params"], GroupWeights):
-                    number = self._run.optimizers.index(optimizer)
-                    group["params"] = GroupWeights(group["params"], self._stages, (number, index))
+                    group["params"] = GroupWeights(group["params"], stages)
+            if not isinstance(optimizer.state, StageState):
+                optimizer.state = StageState(dict, optimizer.state)
+
+    def _show_optimizers(self, stages: StageWeights) -> None:
+        """Let hooks see the groups of all stages; collective."""
+        optimizers = self._run.optimizers
+        options = [[_options(group) for group in o.param_groups] for o in optimizers]
+        every = Peers.over(self._run.topology.pp).all_gather(options)
+        for number, optimizer in enumerate(optimizers):
+            is_known = all(of_rank[number] == options[number] for of_rank in every)
+            for index, group in enumerate(optimizer.param_groups):
+                shown = _of_all_stages(group["params"], stages, (number, index))
+                group["params"] = GroupWeights(shown, stages, is_known=is_known)
+            self.show_groups(optimizer)
+            vars(optimizer)["zero_grad"] = _clearing(optimizer.zero_grad, stages)
 
     def _show_stages(self, gradients: GradientSet, trunk: PipelineSequential) -> StageWeights:
         topology = self._run.topology
@@ -187,6 +215,33 @@ class WeightWatch:
             for name, b in item.named_buffers(remove_duplicate=False)
         ]
         return _Item(weights, buffers)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a group as text."""
+    return {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _of_all_stages(
+    own: Sequence[Tensor], stages: StageWeights, group: tuple[int, int]
+) -> list[Tensor]:
+    """Return the parameters of a group on all stages, in the order of the network."""
+    names = {place_of(p).name for p in own if stages.owner_of(p) is not None}
+    names |= {name for name in stages.names if stages.known(name).group == group}
+    inside = [stages.weight(name) for name in stages.names if name in names]
+    at = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
+    return [*own[:at], *inside, *(p for p in own[at:] if stages.owner_of(p) is None)]
+
+
+def _clearing(zero_grad: Callable[..., Any], stages: StageWeights) -> Callable[..., Any]:
+    """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
+
+    @on_memory
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
+        stages.forget_gradients()
+
+    return cleared
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Place of this process on one axis of the layout, and the axis' process group."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, field
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -36,6 +37,10 @@ class Axis:
         known = _axes.get(self.key)
         if known is None or known.group is not self.group:
             _axes[self.key] = self  # axes with the same ranks share a group: the first made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
+        """Return itself: a copy of a layer is on the same ranks."""
+        return self
 
     def forget_group(self) -> None:
         """Drop a group that was destroyed: its threads live as long as a reference to it."""

@@ -196,6 +196,10 @@ class Topology:
         self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
         self.step_seeds = self._step_seeds()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Topology":
+        """Return itself: a copy of a layer is on the same ranks."""
+        return self
+
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Context in which layers split sequences neither over cp nor over tp."""

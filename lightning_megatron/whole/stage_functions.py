@@ -56,8 +56,10 @@ def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs, twin: Callable[[
     kept = [x for x in args[1:] if not isinstance(x, torch.device | str)]
     like = [twin(x) if isinstance(x, Tensor) else x for x in kept]
     named = {k: v for k, v in kwargs.items() if k != "device"}
-    if not like and not named:
+    if not like and not named and name_of(func) == "to":
         return twin(args[0])
+    if not like and not named and name_of(func) == "type":
+        raise NotImplementedError("a name of the device's own")
     with EnableTorchFunction():
         return func(twin(args[0]), *like, **named)
 
@@ -82,7 +84,7 @@ OF_LEARNING = frozenset(
 """Kinds about how a tensor learns, which the tensor knows that has the memory."""
 READS = frozenset(("reads", "array", "backward"))
 """Kinds that read values."""
-_TELLS_NO_VALUES = OF_MEMORY - {"new"} | OF_LEARNING | {"shape", "repr"}
+_TELLS_NO_VALUES = OF_MEMORY - {"new"} | OF_LEARNING | {"shape", "repr", "deep_copy"}
 
 
 def tells_no_values(func: Callable[..., Any]) -> bool:

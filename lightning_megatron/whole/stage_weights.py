@@ -163,8 +163,9 @@ class StageTensor(Tensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> "StageTensor":
-        with DisableTorchFunctionSubclass():
+        with self.stages.within_stage(), EnableTorchFunction():  # of a part it is a part again
             own = None if self.own is None else self.own.detach().clone()
+        with DisableTorchFunctionSubclass():
             twin, name = self.twin.detach().clone(), self.weight_name
             made = self.stages.tensor(own, twin, self.owner, name, self.device)
             made.twin.requires_grad_(self.twin.requires_grad)
@@ -303,7 +304,7 @@ class StageWeights:
         """``func`` of tensors of stages, as one process would run it."""
         args, kwargs = by_place(func, args, kwargs)
         first = args[0] if args else None
-        if not self.alive and not any(
+        if not (self.alive and self.in_hooks) and not any(
             isinstance(x, StageTensor) and x.own is None for x in tree_flatten((args, kwargs))[0]
         ):  # kept from a hook, by the rank that has it
             return func(*tree_map(_value, args), **tree_map(_value, kwargs))
@@ -312,6 +313,12 @@ class StageWeights:
         kind = kind_of(func)
         if kind in GRADIENT and self.owner_of(first) is not None:
             return self._gradient(func, args)
+        if kind == "storage" and isinstance(first, StageTensor):
+            raise ConfigError(
+                f"{name_of(func)}: {first.weight_name or 'this tensor'} is on pipeline rank "
+                f"{first.owner}, and has no address on other ranks; nearest valid: id(p) for a "
+                "key, as a weight that layers share is one object"
+            )
         if tells_no_values(func):
             return self._described(func, args, kwargs)
         self._refuse_buffers(func, args, kwargs)

@@ -149,7 +149,7 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("learning"): ".requires_grad .grad_fn .is_leaf",
     TorchFunction("version"): "._version ._backward_hooks",
     TorchFunction("memory"): "as_subclass storage_offset is_pinned is_shared ._base .retains_grad",
-    TorchFunction("storage"): "data_ptr untyped_storage",
+    TorchFunction("storage"): "data_ptr storage untyped_storage",
     TorchFunction("repr"): "__repr__ __format__",
     TorchFunction("new"): "new_empty new_zeros new_ones new_full new_tensor new_empty_strided",
     TorchFunction("gradient"): ".grad",
@@ -166,7 +166,7 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("reads"): """item tolist equal allclose is_nonzero __bool__ __float__ __int__
         __index__ __complex__ __contains__""",
     TorchFunction("array"): "numpy __array__",
-    TorchFunction("foreign"): "storage __dlpack__",
+    TorchFunction("foreign"): "__dlpack__",
     TorchFunction("deep_copy"): "__deepcopy__",
     TorchFunction("pickle"): "__reduce_ex__ __reduce__",
     TorchFunction(
@@ -194,7 +194,8 @@ _NAMES: Mapping[TorchFunction, str] = {
         "moved"
     ): "to float double half bfloat16 int long short bool char byte cpu cuda type",
     TorchFunction("draws"): """normal normal_ uniform_ bernoulli bernoulli_ exponential_ geometric_
-        cauchy_ log_normal_ random_ trunc_normal_ dropout1d dropout2d dropout3d""",
+        cauchy_ log_normal_ random_ trunc_normal_ kaiming_uniform_ kaiming_normal_
+        dropout1d dropout2d dropout3d""",
     TorchFunction("drawn_like"): "rand_like randn_like randint_like",
     TorchFunction("dropout", in_place=True): "dropout alpha_dropout feature_dropout",
     TorchFunction("along", total="any"): "any",

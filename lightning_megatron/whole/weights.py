@@ -537,8 +537,12 @@ def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
 def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     x, memo = args
     with DisableTorchFunctionSubclass():
-        held = x if isinstance(x, DTensor) else x.as_subclass(Tensor)
-        memo[id(x)] = made = _mark(copy.deepcopy(held, memo), x._place)
+        if isinstance(x, DTensor):  # torch copies those of its own class only
+            copied: Any = x.detach().clone().requires_grad_(x.requires_grad)
+            copied._is_param = getattr(x, "_is_param", False)
+        else:
+            copied = copy.deepcopy(x.as_subclass(Tensor), memo)
+        memo[id(x)] = made = _mark(copied, x._place)
         return made
 
 
@@ -548,6 +552,17 @@ def _reduce(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         "another process could not gather it; nearest valid: lightning_megatron.gather(module), on "
         "every rank"
     )
+
+
+def _address(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    if isinstance(x, PartDTensor):
+        raise ConfigError(
+            f"{x._place.name}: {name_of(func)} of a weight that zero=3 keeps in parts, which "
+            "has no address as a whole; nearest valid: id(p) for a key, as a weight that layers "
+            "share is one object"
+        )
+    return _of_tensor(func, args, kwargs)
 
 
 def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -581,5 +596,6 @@ RULES: Mapping[Kind, Rule] = {
     "deep_copy": _deep_copy,
     "pickle": _reduce,
     "hook": _hook,
+    "storage": _address,
 }
 """Functions of the weight itself: its shape is that of the whole, its gradient is a part."""

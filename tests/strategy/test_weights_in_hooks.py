@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
+from torch.nn.utils.prune import custom_from_mask
 
 from lightning_megatron import CompileConfig, PipelineConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -115,6 +117,11 @@ class WalksGroups(Looking):
         self.note(sum(p.grad.norm(1) for p in weights))
         united = sum((group["params"] for group in optimizer.param_groups), [])
         self.note(len(united) + get_total_norm([p.grad for p in united]))
+        group = optimizer.param_groups[0]["params"]
+        self.note(sum(place * p.detach().norm() for place, p in enumerate(reversed(group))))
+        self.note(len(group.copy()) + group.index(self.net.first.weight))
+        with torch.no_grad():
+            self.note(sum(torch._foreach_norm(group)))
 
 
 class OneByOne(Looking):
@@ -171,6 +178,77 @@ class Averages(Looking):
         with torch.no_grad():
             for mean, p in zip(self.average, self.parameters(), strict=True):
                 p.copy_(mean)
+
+
+class AveragesCopy(Looking):
+    """A copy of the whole network, whose weights follow, and which it ends with."""
+
+    def on_train_start(self) -> None:
+        self.twins = [deepcopy(self.net)]  # in a list, it is no part of the module
+        self.first = deepcopy(self.state_dict())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mean, p in zip(self.twins[0].parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(p, 0.5)
+        self.note(sum(mean.square().sum() for mean in self.twins[0].parameters()))
+        self.note(sum(value.square().sum() for value in self.first.values()))
+
+    def on_train_end(self) -> None:
+        self.net.load_state_dict(self.twins[0].state_dict())
+        self.net.first.load_state_dict(self.net.head.state_dict())  # of another stage
+
+
+class Formats(Looking):
+    """Numbers of weights in other formats."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            self.note((p > 0.1).double().mean())
+            self.note((p.float().double() - p).abs().max() > 0)
+
+
+class Clears(Looking):
+    """Looks at gradients before and after an optimizer has cleared them."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        self.note(sum(p.grad is None for p in self.parameters()))
+        optimizer.optimizer.zero_grad()
+        self.note(sum(p.grad is None for p in self.parameters()))
+
+
+class Prunes(Looking):
+    """Masks that a hook makes of weights, and forwards use."""
+
+    def on_train_start(self) -> None:
+        for layer in (self.net.first, self.net.head):
+            custom_from_mask(layer, "weight", mask=torch.ones_like(layer.weight).triu())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(sum(p.detach().sum() for p in self.parameters()))
+
+
+class _UnfreezesFirst(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net.first)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(module.net.first, optimizer, lr=0.03)
+
+
+class Unfreezes(Looking):
+    """Lightning's callback; before it, the first stage has nothing that is trained."""
+
+    def configure_callbacks(self) -> Any:
+        return [_UnfreezesFirst()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            self.note(len(group["params"]) + sum(p.grad.norm() for p in group["params"]))
 
 
 class Regularises(Looking):
@@ -236,6 +314,11 @@ KINDS = {
             Averages,
             Regularises,
             SomeLearn,
+            AveragesCopy,
+            Formats,
+            Clears,
+            Prunes,
+            Unfreezes,
         ),
     )
 }
@@ -272,6 +355,8 @@ FEW = ("Clips", "ClipsByHand", "LogsNorms", "Penalty", "Vectors")
 """One of each kind of value."""
 IN_HOOKS = tuple(name for name in KINDS if name != "Penalty")
 """What a pipeline gives: weights of other stages are of no use to a step."""
+COPIES = ("Averages", "AveragesCopy")
+"""What copies a layer."""
 ZBV = {"pp": PipelineConfig(degree=2, schedule="zbv", partition=[1] * 4)}
 INTERLEAVED = {
     "pp": PipelineConfig(degree=2, schedule="interleaved", stages_per_rank=2, partition=[1] * 4),
@@ -290,12 +375,17 @@ INTERLEAVED = {
         pytest.param(
             4,
             {"pp": 2, "zero": 3},
-            tuple(name for name in IN_HOOKS if name != "Averages"),  # refused where the layer is
+            tuple(name for name in IN_HOOKS if name not in (*COPIES, "Prunes")),  # refused there
             marks=pytest.mark.thorough,
         ),
         pytest.param(4, {"pp": 2, "zero": 1}, IN_HOOKS, marks=pytest.mark.thorough),
         (2, {"zero": 3}, FEW),
-        pytest.param(2, {"zero": 3}, (*KINDS,), marks=pytest.mark.thorough),
+        pytest.param(
+            2,
+            {"zero": 3},
+            tuple(name for name in KINDS if name != "Prunes"),  # a parameter has units of ZeRO 3
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(4, {"tp": 2, "zero": 3}, FEW, marks=pytest.mark.thorough),
     ],
     ids=lambda value: f"{len(value)} kinds" if isinstance(value, tuple) else str(value),
@@ -307,7 +397,7 @@ def test_what_modules_see_of_their_weights(
     for found in pool.run(devices, look, layout, devices, names):
         for name, outcome in found.items():
             pattern = REFUSED[refused].get(name)
-            if name == "Averages" and layout.get("zero") == 3:
+            if name in COPIES and layout.get("zero") == 3:
                 pattern = "a module was copied whose weights zero=3 keeps in parts"
             if pattern is not None or isinstance(outcome, str):
                 assert pattern, outcome
@@ -454,7 +544,37 @@ class DrawsInside(Looking):
         functional.gumbel_softmax(self.net.head.weight.detach())
 
 
+class ReadsState(Looking):
+    """State of an optimizer, of which each stage has its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        state = self.optimizers().optimizer.state  # type: ignore[union-attr]
+        self.note(sum(state[p]["momentum_buffer"].norm() for p in self.parameters()))
+
+
+class CountsAddresses(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(len({p.data_ptr() for p in self.parameters()}))
+
+
+class GroupsOfOne(Looking):
+    """Groups that each stage has others of."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": [p]} for p in self.parameters()], lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        self.note(sum(len(group["params"]) for group in optimizer.param_groups))
+
+
 REFUSED_IN_HOOKS = {
+    ReadsState: r"optimizer\.state\[net\..*is on pipeline rank [01]",
+    CountsAddresses: "data_ptr: .* is on pipeline rank [01], and has no address on other ranks",
+    GroupsOfOne: r"optimizer\.param_groups: the pipeline's ranks have other groups",
     ReadsAttributes: r"pipeline stage [01], and so is its attribute 'calls'",
     AsksByRank: "norm: the ranks of the pipeline ask for values of different weights",
     SumsBuffers: r"sum: counts is a buffer on pipeline rank [01].*lightning_megatron\.gather",
