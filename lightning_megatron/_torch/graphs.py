@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 

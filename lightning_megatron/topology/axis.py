@@ -1,7 +1,7 @@
 """Place of this process on one axis of the layout, and the axis' process group."""
 
-from dataclasses import dataclass
-from typing import Any, field
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
