@@ -42,8 +42,8 @@ from lightning_megatron import ActivationConfig, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.activations.checkpointing import recompute_each
 from lightning_megatron.parallel.activations.knapsack import BlockCosts, RecomputeMode, needed
-from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.tuning.recomputation import AdaptiveMemory
 
 LENGTH = 128
 CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}

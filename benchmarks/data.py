@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from benchmarks.harness import report
-from lightning_megatron.data.packed import PackedTokens
-from lightning_megatron.data.packing import PACKINGS, pack
-from lightning_megatron.data.token_data import TokenData
 from lightning_megatron.data.tokens.corpus import Corpus
 from lightning_megatron.data.tokens.indexed import IndexedWriter
+from lightning_megatron.data.tokens.packed import PackedTokens
+from lightning_megatron.data.tokens.packing import PACKINGS, pack
+from lightning_megatron.data.tokens.token_data import TokenData
 
 SEQ_LEN, BATCH, VOCABULARY = 2048, 16, 50_000
 

@@ -35,9 +35,9 @@ from lightning_megatron import (
     MegatronStrategy,
     PipelineSequential,
 )
-from lightning_megatron._torch import watch_waits
+from lightning_megatron._torch.collectives import watch_waits
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Page
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork
+from lightning_megatron.fault_tolerance.slow_rank_comparison import OwnWork
 from lightning_megatron.run_log.events import read_events
 from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.testing import WorkerPool

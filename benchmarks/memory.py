@@ -28,8 +28,8 @@ import torch
 from benchmarks.harness import Model, arguments, fit, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.gradients import local
 
 WORLD = 4
 CONFIG = TransformerConfig(hidden_size=128, num_layers=4, num_heads=4)

@@ -33,7 +33,7 @@ from benchmarks.harness import Model, Tokens, parser, report
 from lightning_megatron import CommunicationMonitor, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.zero.data_parallel import ShardingConfig
 
 NODES, PER_NODE = 2, 2
 CONFIG = TransformerConfig(hidden_size=256, num_layers=4, num_heads=8)

@@ -37,8 +37,8 @@ from benchmarks.harness import parser, report
 from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.data.text import TextDataModule
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.precision.fp8_recipes import RECIPES
+from lightning_megatron.zero.gradients import local
 
 CONFIG = TransformerConfig(
     vocab_size=256, hidden_size=144, num_layers=4, num_heads=4, mlp_size=384, max_seq_len=128

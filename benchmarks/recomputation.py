@@ -41,7 +41,7 @@ from benchmarks.harness import (
     take_turns,
 )
 from lightning_megatron import ActivationConfig, MegatronStrategy
-from lightning_megatron._torch import TorchDispatchMode, tree_flatten
+from lightning_megatron._torch.graphs import TorchDispatchMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.block_transforms import transform_blocks

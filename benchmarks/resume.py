@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, RandomSampler
 
-from lightning_megatron.data.augmentation import Aside, SampleIndices, SampleSeeds
-from lightning_megatron.data.sampler import Division, ResumableSampler
+from lightning_megatron.data.reading.augmentation import Aside, SampleIndices, SampleSeeds
+from lightning_megatron.data.reading.sampler import Division, ResumableSampler
 
 
 class _Bytes(Dataset[Any]):

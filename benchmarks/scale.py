@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.harness import parser, report
-from lightning_megatron._torch import Store
+from lightning_megatron._torch.groups import Store
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.fault_tolerance.failures.board import EndingBoard, find_cause
 from lightning_megatron.launch.attempt import Peer

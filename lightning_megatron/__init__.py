@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
     from lightning_megatron.checkpoint.offline.upcycle import upcycle
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
-    from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
-    from lightning_megatron.data.collate import Fragments, Pad
-    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
-    from lightning_megatron.data.sampler import ResumableSampler
+    from lightning_megatron.data.reading.batch_sizes import NoiseScale, Rampup
+    from lightning_megatron.data.reading.collate import Fragments, Pad
+    from lightning_megatron.data.reading.lengths import LengthGrouped, TokenBudget
+    from lightning_megatron.data.reading.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
-    from lightning_megatron.data.token_data import TokenData
+    from lightning_megatron.data.tokens.token_data import TokenData
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.fault_tolerance.numbers.responses import RollbackConfig
     from lightning_megatron.fault_tolerance.numbers.spikes import SpikeConfig
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from lightning_megatron.parallel.activations.config import ActivationConfig
     from lightning_megatron.parallel.compile import CompileConfig
     from lightning_megatron.parallel.plan import PipelineConfig
-    from lightning_megatron.parallel.zero import ShardingConfig
     from lightning_megatron.precision.bf16 import Bf16MixedPrecision, Bf16TruePrecision
     from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.fp16 import Fp16Precision
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.processes.connection import ConnectionConfig
     from lightning_megatron.topology.context_layout import ContextConfig
     from lightning_megatron.topology.expert_layout import ExpertConfig
+    from lightning_megatron.zero.data_parallel import ShardingConfig
 
 __version__ = "0.1.0"
 
@@ -106,14 +106,14 @@ _HOMES = {
     "FaultTolerance": "callbacks.fault_tolerance",
     "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
-    "Fragments": "data.collate",
+    "Fragments": "data.reading.collate",
     "GradientMonitor": "monitoring.gradients",
     "GradientNoiseScale": "monitoring.noise_scale",
     "HangDetector": "callbacks.hang_detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
-    "LengthGrouped": "data.lengths",
-    "TokenData": "data.token_data",
+    "LengthGrouped": "data.reading.lengths",
+    "TokenData": "data.tokens.token_data",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
@@ -123,7 +123,7 @@ _HOMES = {
     "MemoryMonitor": "monitoring.memory",
     "Monitor": "monitoring.monitor",
     "NumberGuard": "callbacks.number_guard",
-    "Pad": "data.collate",
+    "Pad": "data.reading.collate",
     "ParameterNorm": "monitoring.parameter_norm",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "monitoring.pipeline_monitor",
@@ -134,18 +134,18 @@ _HOMES = {
     "RestartPolicy": "callbacks.restart_policy",
     "ReplicaCheck": "callbacks.replica_check",
     "BatchSchedule": "callbacks.batch_schedule",
-    "NoiseScale": "data.batch_sizes",
-    "Rampup": "data.batch_sizes",
-    "ResumableSampler": "data.sampler",
+    "NoiseScale": "data.reading.batch_sizes",
+    "Rampup": "data.reading.batch_sizes",
+    "ResumableSampler": "data.reading.sampler",
     "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
-    "ShardingConfig": "parallel.zero",
+    "ShardingConfig": "zero.data_parallel",
     "adopt": "adoption.adopt",
     "gather": "checkpoint.gather_state",
     "SlowRankDetector": "callbacks.slow_rank_detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",
-    "TokenBudget": "data.lengths",
+    "TokenBudget": "data.reading.lengths",
     "WorkerGuard": "callbacks.worker_guard",
     "convert_to_lightning": "checkpoint.offline.export",
     "export_hugging_face": "checkpoint.offline.huggingface.export_model",

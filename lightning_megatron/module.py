@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._lightning import evaluation_source, trainer_of
+from lightning_megatron._lightning.hooks import trainer_of
+from lightning_megatron._lightning.loaders import evaluation_source
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
 from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config
@@ -30,7 +31,6 @@ from lightning_megatron.errors import (
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.optim.build import (
@@ -41,6 +41,7 @@ from lightning_megatron.optim.build import (
     name_problems,
 )
 from lightning_megatron.services import services_if_any
+from lightning_megatron.whole.splits import whole
 
 
 class LanguageModel(pl.LightningModule):

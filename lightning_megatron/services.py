@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
+from lightning_megatron.fault_tolerance.signals import Stop, StopFlag
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.run_log.events import EventLog
 from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.zero.gradients import GradientSet
 
 
 class StateCopies(Protocol):

@@ -37,37 +37,43 @@ LAYERS = {
     "schedules": 1,  # plans, nothing but arithmetic
     "run_log": 1,  # events, and what a rank is doing: everybody writes them
     "launch": 1,  # how processes find each other
-    # 2: bytes on wires, order of samples, mechanisms
+    # 2: bytes on wires, mechanisms
     "comm": 2,
-    "data": 2,  # loaded by DataLoader workers and by preprocessing, which has no torch
     "fault_tolerance": 2,  # without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy
-    # 3: modules that also run alone
-    "layers": 3,
-    "optim": 3,
-    # 4: networks
-    "models": 4,
-    "adoption": 4,  # networks of other libraries
-    # 5: transforms on any model
-    "parallel": 5,
-    "pipeline": 5,
-    # 6: what is kept, and planned; number formats, which clip what parallel/ has spread
-    "precision": 6,
-    "checkpoint": 6,
-    # 7: the strategy as callbacks see it
-    "services": 7,
-    "callback_group": 7,
-    # 8: callbacks that measure, on which others build
-    "monitoring": 8,
-    # 9: the Lightning face; callbacks and the strategy never import each other
-    "module": 9,
-    "callbacks": 9,
-    "strategy": 9,
-    # 10 and 11: the command line, the public names
-    "cli": 10,
-    "__init__": 11,
-    "__main__": 11,
-    "recipes": 12,  # copied by users, so they import the public names
+    # 3: tensors that stand for a whole; samples, their order and where they are read
+    "whole": 3,
+    "data": 3,  # loaded by DataLoader workers and by preprocessing, which has no torch
+    # 4: modules that also run alone
+    "layers": 4,
+    "optim": 4,
+    # 5: networks; weights that are made late
+    "models": 5,
+    "build": 5,
+    # 6: networks of other libraries; data parallelism
+    "adoption": 6,
+    "zero": 6,
+    # 7: transforms on any model
+    "parallel": 7,
+    "pipeline": 7,
+    # 8: what is kept; number formats, which clip what zero/ has spread
+    "precision": 8,
+    "checkpoint": 8,
+    # 9: what a run measures and then sets; the strategy as callbacks see it
+    "tuning": 9,
+    "services": 9,
+    "callback_group": 9,
+    # 10: callbacks that measure, on which others build
+    "monitoring": 10,
+    # 11: the Lightning face; callbacks and the strategy never import each other
+    "module": 11,
+    "callbacks": 11,
+    "strategy": 11,
+    # 12 and 13: the command line, the public names
+    "cli": 12,
+    "__init__": 13,
+    "__main__": 13,
+    "recipes": 14,  # copied by users, so they import the public names
 }
 """Layer of a package, or of a file of the top level."""
 

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 import lightning_megatron
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.split_tensor import SplitTensor
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.module import LanguageModel
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.split_tensor import SplitTensor
 from tests.parity.jobs import batch_share, quiet_trainer
 
 SIZES: dict[str, Any] = {

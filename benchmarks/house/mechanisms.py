@@ -32,25 +32,37 @@ METHODS = frozenset(
 """Names of methods of torch, Lightning and transformers that code replaces on objects."""
 
 MEETINGS = (
-    ("function", "join", "rendezvous"),
+    ("class", "Peers", ""),
+    ("class", "StoreBarrier", ""),
+    ("class", "StoreList", ""),
     ("class", "PerBatchVotes", ""),
     ("class", "ObjectBroadcast", ""),
-    ("class", "Peers", ""),
+    ("function", "join", "rendezvous"),
+    ("class", "EndingBoard", ""),
+    ("class", "BoardHolder", ""),
+    # Gone:
     ("function", "agree", "collectives"),
     ("class", "Rendezvous", ""),
     ("class", "Meeting", ""),
     ("class", "Gathered", ""),
-    ("class", "EndingBoard", ""),
     ("class", "Board", ""),
     ("class", "RollCall", ""),
     ("function", "all_ranks_end", ""),
 )
-"""Definitions by which ranks have met, with a part of the file's name where others have the same
-name: one that is deleted or renamed is not counted."""
-_MEETS = frozenset(
+"""Definitions by which ranks meet or have met, with a part of the file's name where others have the
+same name: one that is deleted or renamed is not counted. `exchanges` finds what has no name here.
+"""
+_OBJECTS = frozenset(
     ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-    + ("default_store", "compare_set")
+    + ("send_object_list", "recv_object_list", "monitored_barrier")
 )
+_STORES = frozenset(
+    ("default_store", "own_connection", "HashStore", "PrefixStore", "TCPStore", "FileStore")
+    + ("compare_set", "multi_get", "multi_set", "num_keys", "delete_key")
+)
+_STORE_METHODS = frozenset(("set", "get", "add", "check", "wait", "append"))
+"""Methods of stores whose names others have, too: they count on what is called a store."""
+_A_STORE = re.compile(r"(^|_|\.)store$")
 _INDEX = re.compile(r"(Manifest|Index|Inventory|Metadata)$")
 
 
@@ -90,6 +102,7 @@ def mechanisms(source: Source) -> list[Figure]:
         ("Protocol classes", protocols(source)),
         ("named ways for ranks to meet", meetings(source)),
         ("files that use a store or object collectives", _files(source, _object_meetings)),
+        ("definitions that do", exchanges(source)),
         ("classes that index a checkpoint", indexes(source)),
     ]
     return [Figure(what, tuple(where)) for what, where in found]
@@ -211,8 +224,33 @@ def meetings(source: Source) -> list[str]:
 
 
 def _object_meetings(module: Module) -> int:
-    names = _attributes(module, _MEETS)
-    return names + sum(isinstance(n, ast.Name) and n.id in _MEETS for n in module.nodes)
+    return sum(map(_is_exchange, module.nodes))
+
+
+def exchanges(source: Source) -> list[str]:
+    """Top-level classes and functions that use a store or an object collective themselves.
+
+    Not found is what exchanges plain tensors, and what calls a store by another name.
+    """
+    return [
+        f"{node.name} ({module.path})"
+        for module in source
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        if any(map(_is_exchange, ast.walk(node)))
+    ]
+
+
+def _is_exchange(node: ast.AST) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    if name in _OBJECTS | _STORES:
+        return True
+    function = node.func if isinstance(node, ast.Call) else None
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in _STORE_METHODS
+        and _A_STORE.search(ast.unparse(function.value)) is not None
+    )
 
 
 def indexes(source: Source) -> list[str]:

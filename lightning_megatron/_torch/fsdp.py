@@ -1,7 +1,8 @@
 """FSDP2, the engine of ZeRO: when it reduces gradients, in which formats, and what it gathers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 
 # Until 2.14 FSDP2 adds gradients up beside ``.grad`` where they are reduced in another format than
 # they come in. 2.15 does it in ``.grad``, which autograd then keeps in that format, and takes the
@@ -251,9 +254,51 @@ def _gradient_to_reduce(parameter: Any) -> Tensor | None:
     return latest if known is None else known
 
 
+def handle_shards_as_memory(module: FSDPModule) -> None:
+    """Have FSDP2 handle the shards of a unit without asking their classes for rules (2.11-2.15).
+
+    Each gather and reduction reads and writes attributes of every shard, and a class that knows
+    more than memory makes tens of calls of each. Classes are asked as ever in a reduction that
+    calls hooks of the user's with the shards.
+
+    Args:
+        module: a unit.
+    """
+    for group in parameter_groups(module._get_fsdp_state()):
+        group._to_unsharded = _on_memory(group._to_unsharded)
+        group.post_backward = _on_memory(group.post_backward, unless=partial(_calls_hooks, group))
+
+
+def _on_memory(
+    method: Callable[..., None], unless: Callable[[], bool] | None = None
+) -> Callable[..., None]:
+    def on_memory(*args: Any) -> None:
+        with DisableTorchFunctionSubclass():
+            if unless is None or not unless():
+                method(*args)
+                return
+        method(*args)
+
+    return on_memory
+
+
+def _calls_hooks(group: Any) -> bool:
+    return any(
+        getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+        for parameter in group.fsdp_params
+    )
+
+
 def parameter_groups(state: Any) -> list[Any]:
     """Parameters that an FSDP2 module gathers and reduces together (2.11-2.13)."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # 2.11 has one group per module
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, also where an earlier Trainer has sharded the module."""
+    own = type(module)
+    # FSDP2 derives a class of its own, from itself and from the original.
+    return (own.__mro__[2] if isinstance(module, FSDPModule) else own).__name__

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,9 +25,8 @@ EnableTorchFunction: Any = torch._C._EnableTorchFunction
 """Its opposite, which ``torch.overrides`` uses for the same (2.11-2.13)."""
 
 
-def asks_classes() -> bool:
-    """Whether functions of torch ask the classes of their tensors here (2.11-2.13)."""
-    return bool(torch._C._is_torch_function_enabled())
+asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether functions of torch ask the classes of their tensors here (2.11-2.13)."""
 
 
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import stand_in, tree_flatten, tree_map, writes
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
+from lightning_megatron._torch.wrappers import stand_in, writes
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.torch_functions import kind_of, kind_of_operator
+from lightning_megatron.whole.torch_functions import kind_of, kind_of_operator
 
 _GRADIENTS = frozenset(("backward", "backward_of_all", "differentiate"))
 _READ = (

@@ -26,10 +26,10 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention_backends import attend
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.attention_exchange import attend_over_ranks, layout_of
-from lightning_megatron.layers.context_split import join, own_positions
 from lightning_megatron.layers.packed_documents import numbered
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.context_rows import join, own_positions
 
 NAME = "lightning_megatron"
 """Name of the attention in the registries of transformers."""

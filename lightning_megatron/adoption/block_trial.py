@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 
 TRIAL = "lightning_megatron_trial"
 """Name of the attention of each position to itself in the registry of transformers."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 
 Update: TypeAlias = tuple[int, str, Any, Any]
 """Number of a cache, name of a method of it, and its arguments without tensors."""

@@ -13,9 +13,9 @@ from typing import Any, SupportsIndex, TypeVar
 from torch import nn
 from typing_extensions import Self
 
-from lightning_megatron._torch import known_groups
+from lightning_megatron._torch.groups import known_groups
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.memory import mark_forward
+from lightning_megatron.whole.memory import mark_forward
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,7 +60,7 @@ def _joined(front: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     return joined
 
 
-RUN_STATE = ("_gathered", "_divided", "meet")
+RUN_STATE = ("_gathered", "_divided", "writers")
 """Attributes that a run gives an adopted module, and that no file holds."""
 
 

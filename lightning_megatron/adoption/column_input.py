@@ -34,9 +34,9 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.layers.memory import on_memory, saved_tensors
-from lightning_megatron.layers.splits import own_part, split_of, whole
 from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.memory import on_memory, saved_tensors
+from lightning_megatron.whole.splits import own_part, split_of, whole
 
 _ENTERED = "_entered_tp"
 _IS_ENTERED = "_is_entered_tp"

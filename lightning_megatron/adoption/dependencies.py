@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 
 _MOST_BLOCKS = 64
 _VALUES = ("T", "mT", "H", "mH", "data", "real", "imag")

@@ -2,7 +2,7 @@
 
 transformers itself builds the model and finds the tensor of every parameter: renamed, cast, tied,
 merged from the experts' own, or initialised where the directory has none. It is given
-`StoredTensor` for tensors, so that all of it takes no memory and reads nothing. `layers.init` reads
+`StoredTensor` for tensors, so that all of it takes no memory and reads nothing. `build.init` reads
 them unit by unit, after the model has been divided.
 
 Only ``config.json``, the index and safetensors files are read. Files are read with ``pread``: pages
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import SAFETENSORS_DTYPES, without_modes
+from lightning_megatron._torch.safetensors_dtypes import SAFETENSORS_DTYPES
+from lightning_megatron._torch.wrappers import without_modes
+from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.stored_tensor import StoredTensor
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ADAPTER = "adapter_config.json"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from lightning_megatron._torch import in_shape
+from lightning_megatron._torch.kernels import in_shape
 from lightning_megatron.adoption.classes import become, own_class
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.delayed_wgrad import breaks_graphs
@@ -35,8 +35,8 @@ from lightning_megatron.layers.experts.row_parts import RowParts
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.mlp import activation_function
 from lightning_megatron.layers.size_checks import GATED, Activation
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 _PACKED = ("gate_up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")

@@ -15,7 +15,7 @@ What is different on several ranks:
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,28 +26,68 @@ from typing_extensions import override
 from lightning_megatron.adoption.caches import given_cache, without_cache
 from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.adoption.trunk import AdoptedTrunk
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.launch.store_barrier import StoreBarrier
 from lightning_megatron.layers.experts.decisions import company
-from lightning_megatron.layers.splits import split_of, whole
+from lightning_megatron.topology.coordinates import coordinates_of
+from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology, share_draws
+from lightning_megatron.whole.splits import split_of, whole
 
 _CACHES = (None, "dynamic", "dynamic_full")
 
 
-class Meeting(Protocol):
-    """Knowledge of a run about a model: a call waits for the other ranks that have parts of it.
+Gathered: TypeAlias = Callable[[Callable[[], Any]], Any]
+"""Function that calls another one with the parameters that a step gathers."""
 
-    Attributes:
+
+class _Writers:
+    """The ranks that have parts of one model, in a run: they write together.
+
+    Args:
+        name: name of the model in its module.
         topology: the layout.
-        gathered: function that calls with the parameters that a step gathers; None if none are.
+        gathered: None if a step gathers no parameters.
     """
 
-    topology: Topology
-    gathered: Callable[[Callable[[], Any]], Any] | None
+    def __init__(self, name: str, topology: Topology, gathered: Gathered | None) -> None:
+        self.topology = topology
+        self.gathered = gathered
+        degrees, rank = topology.degrees, topology.rank
+        mine = _samples_of(rank, degrees)
+        ranks = [r for r in range(degrees.world_size) if _samples_of(r, degrees) == mine]
+        self._barrier = StoreBarrier(f"generate {name}", ranks, rank)
 
-    def __call__(self) -> None:
-        """Return when all of them have called this as often as this rank."""
-        ...
+    def await_all(self) -> None:
+        """Wait until all have called ``generate``; raises a `ConfigError` if some do not."""
+        self._barrier.require_all("generate")
+
+    def __deepcopy__(self, memo: Any) -> "_Writers":
+        """Return itself: a copy of the model is on the same ranks."""
+        return self
+
+
+def generate_together(module: nn.Module, topology: Topology, gathered: Gathered | None) -> None:
+    """Tell the adopted models in a module, on its layout, what they need of a run to generate.
+
+    A call on one rank alone would wait for the others until the timeout of their groups. So the
+    ranks that have parts of one model meet at the store first, which can say who has not come.
+
+    Args:
+        module: the LightningModule.
+        topology: the layout.
+        gathered: None if a step gathers no parameters.
+    """
+    for name, model in module.named_modules():
+        if isinstance(model, AdoptedGenerator):
+            model.__dict__["writers"] = _Writers(name, topology, gathered)
+
+
+def _samples_of(rank: int, degrees: Degrees) -> tuple[int, int]:
+    """Which samples a rank reads."""
+    at = coordinates_of(rank, degrees)
+    return at["dp_replicate"], at["dp_shard"]
 
 
 class AdoptedGenerator(nn.Module):
@@ -56,8 +96,8 @@ class AdoptedGenerator(nn.Module):
     surrounds: tuple[str, ...] = ("forward", "generate")
     writes_alike: Topology | None = None
     """Layout whose ranks are to see the same logits now; None outside of `generate`."""
-    meet: "Meeting | None" = None
-    """Knowledge of the run about the model; None before one."""
+    writers: _Writers | None = None
+    """The ranks of a run that have parts of the model; None before one."""
     company: "_Company | None" = None
     """Ranks that run along now."""
 
@@ -77,22 +117,22 @@ class AdoptedGenerator(nn.Module):
         """Write text as the model's own ``generate`` does; on all ranks together."""
         own: Any = own_class(self)
         call = partial(own.generate, self, *args, **kwargs)
-        if self.meet is None or self.writes_alike is not None:
+        if self.writers is None or self.writes_alike is not None:
             return call()
-        topology = self.meet.topology
+        topology = self.writers.topology
         _check_clock(kwargs, topology)
         if isinstance(self, AdoptedTrunk):
             self.stand_aside()
             if not self.is_whole:
                 _check_cache(self, kwargs)
-        self.meet()
+        self.writers.await_all()
         if _needs_others(self, topology):
             alone = partial(call, synced_gpus=False)
             call = partial(_Company(self, topology).around, alone)
         if isinstance(self, AdoptedTrunk):
             call = partial(self.relayed, call)
-        if self.meet.gathered is not None:
-            call = partial(self.meet.gathered, call)
+        if self.writers.gathered is not None:
+            call = partial(self.writers.gathered, call)
         with topology.whole_sequences(), self._alike(topology), torch.no_grad():
             return call()
 
@@ -163,9 +203,7 @@ class _Company:
 
     def _somebody(self, *, runs: bool) -> bool:
         """Whether any rank runs a forward now."""
-        flag = torch.tensor(int(runs), device=self._topology.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._topology.loss.group)
-        return bool(flag)
+        return Peers.over(self._topology.loss).vote(runs, self._topology.device, all=False)
 
 
 def _needs_others(model: nn.Module, topology: Topology) -> bool:

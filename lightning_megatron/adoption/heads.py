@@ -38,10 +38,10 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.size_checks import tp_head_problems
-from lightning_megatron.layers.split_tensor import SplitTensor
-from lightning_megatron.layers.splits import marked, split_of
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.split_tensor import SplitTensor
+from lightning_megatron.whole.splits import marked, split_of
 
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "qk_head_dim")
 """Attributes that name the features of one head; a module with one of them is an attention."""
@@ -210,7 +210,7 @@ class AdoptedAttention(ParallelLayer):
 
     Attention weights that somebody asks for, ``[b, n, s, s]``, are the last of what the module
     returns. They are split over tp by heads, and behave like those of all heads
-    (`layers.split_tensor`).
+    (`whole.split_tensor`).
     """
 
     surrounds = ("forward",)
@@ -398,7 +398,7 @@ def _seen_as(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterato
     """Context in which a module's code sees tensors in the place of its parameters.
 
     They are no parameters: what watches user's code for numbers of weights that a rank has in part
-    (`layers.weights`) leaves them alone.
+    (`whole.weights`) leaves them alone.
     """
     seen = {name: x.view_as(x) for name, x in tensors.items() if x is not None}
     try:

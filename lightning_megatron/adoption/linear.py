@@ -28,12 +28,12 @@ from lightning_megatron.adoption.sequences import divides
 from lightning_megatron.adoption.sharding import Part, Sharded, Sharding, as_sharded
 from lightning_megatron.comm.functional import copy_to, split_to
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.context_tensor import on_rows
 from lightning_megatron.layers.delayed_wgrad import linear
 from lightning_megatron.layers.linear import ParallelLinear, Placement, row_parallel
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
-from lightning_megatron.layers.split_tensor import SplitTensor, split_output
-from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
+from lightning_megatron.whole.context_tensor import on_rows
+from lightning_megatron.whole.split_tensor import SplitTensor, split_output
+from lightning_megatron.whole.splits import marked, own_part, part_of, split_of, whole
 
 
 @dataclass(frozen=True, kw_only=True)

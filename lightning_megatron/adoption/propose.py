@@ -6,26 +6,32 @@ attention, whose heads are such blocks. Names do not tell that, and the shapes o
 what follows them are the same. So it is measured on a small input (`traced`): the gradient of one
 block of an input with respect to the outputs before it must be zero in all other blocks
 (`adoption.dependencies`). The number of blocks for which that holds is the largest tp. Items of a
-pipeline are tried out, too (`adoption.stage_check`).
+pipeline are tried out, too: every cut between two items is made, the first stage runs to the cut,
+the second one from what it sent to the end.
 
 Without an input, pairs are taken from the structure (`by_structure`): layers of torch, neighbours
 in an ``nn.Sequential``, and linears whose shapes fit only one way. What is in doubt stays whole.
 
 A wrong pair would cost time and change no number: a column-parallel layer's output behaves like the
-whole (`layers.split_tensor`), and is gathered where it is read across features.
+whole (`whole.split_tensor`), and is gathered where it is read across features.
 """
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_megatron._torch.graphs import tree_flatten
+from lightning_megatron.adoption.classes import become
 from lightning_megatron.adoption.dependencies import Calls, run_watched
 from lightning_megatron.adoption.huggingface import is_huggingface
 from lightning_megatron.adoption.plan import AdoptionPlan
-from lightning_megatron.adoption.stage_check import pipeline_fault
+from lightning_megatron.adoption.trunk import AdoptedTrunk
+from lightning_megatron.errors import ConfigError
 
 COLUMN, ROW = "colwise_gather_output", "rowwise"
 """Styles of a pair. The output of a column layer behaves like the whole, whoever reads it."""
@@ -341,3 +347,37 @@ def _is_inside(name: str, others: Iterable[str]) -> bool:
 
 def _join(prefix: str, name: str) -> str:
     return ".".join(filter(None, (prefix, name)))
+
+
+def pipeline_fault(
+    model: nn.Module, items: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Say what is wrong with a model as a pipeline of these items; None: nothing.
+
+    Args:
+        model: the model; a copy of it with the same weights runs, in evaluation.
+        items: names of the items, in order.
+        args: arguments of a call.
+        kwargs: keyword arguments of the call.
+    """
+    weights: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    whole = copy.deepcopy(model, weights).eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        expected = _tensors(whole(*args, **kwargs))
+    trunk = become(whole, AdoptedTrunk)
+    trunk.name_items(items)
+    for cut in range(1, len(items)):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                found = _tensors(trunk.run_in_two(cut, tuple(args), dict(kwargs)))
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:
+            return f"cut before {items[cut]}: {type(error).__name__}: {error}"
+        if not all(map(torch.equal, found, expected)) or len(found) != len(expected):
+            return f"cut before {items[cut]}: another output than that of the whole"
+    return None
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf.detach() for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]

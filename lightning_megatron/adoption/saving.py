@@ -1,36 +1,28 @@
 """`save_pretrained` of models of transformers under any layout.
 
 No rank holds the whole model. So saving is collective: the strategy gives every model of
-transformers a function that gathers its whole weights on the first rank (`Gathered`), which then
-writes the directory as one process would, while the others wait for the outcome.
+transformers a function that gathers its whole weights on the first rank (`SaveTogether`), which
+then writes the directory as one process would, while the others wait for the outcome.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.adoption.classes import CopiedWhole, become
 from lightning_megatron.adoption.huggingface import is_huggingface
+from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.layers.stored_tensor import StoredTensor
+from lightning_megatron.whole.memory import own_weights
 
+SaveTogether: TypeAlias = Callable[[str, Callable[[Mapping[str, Any]], None]], None]
+"""Function that gathers the whole ``state_dict``, and calls another one with it on the first rank.
 
-class Gathered(Protocol):
-    """Tasks that all ranks of a run share for one model."""
-
-    def __call__(self, what: str, write: Callable[[Mapping[str, Any]], None]) -> None:
-        """Gather the whole ``state_dict`` and call ``write`` with it on the first rank.
-
-        Args:
-            what: beginning of error messages.
-            write: function of the ``state_dict``.
-        """
-        ...
+Its first argument is the beginning of error messages."""
 
 
 class SavedWhole(CopiedWhole):
@@ -43,7 +35,7 @@ class SavedWhole(CopiedWhole):
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> None:
         """Save the whole model as one process would; under a strategy, on all ranks together."""
-        together: Gathered | None = self.__dict__.get("_gathered")
+        together: SaveTogether | None = self.__dict__.get("_gathered")
         save: Any = super().save_pretrained  # type: ignore[misc]  # of transformers
         if together is not None and kwargs.get("distributed_checkpoint"):
             raise ConfigError(
@@ -77,7 +69,7 @@ def save_whole(module: nn.Module) -> list[SavedWhole]:
     return [become(child, SavedWhole) for child in module.modules() if is_huggingface(child)]
 
 
-def gather_with(model: SavedWhole, together: Gathered | None) -> None:
+def gather_with(model: SavedWhole, together: SaveTogether | None) -> None:
     """Give a model what all ranks do together, or with None take it away."""
     if together is None:
         model.__dict__.pop("_gathered", None)

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.adoption.attention import NAME, SEQUENCES, register
 from lightning_megatron.adoption.block_hooks import call_with_hooks
 from lightning_megatron.adoption.block_trial import BlockTrial, signature
@@ -34,16 +34,16 @@ from lightning_megatron.adoption.caches import given_cache, without_cache
 from lightning_megatron.adoption.classes import own_class
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import split
-from lightning_megatron.layers.context_tensor import context_tensor
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
-from lightning_megatron.layers.split_tensor import SplitTensor
-from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.context_part import Place
+from lightning_megatron.whole.context_rows import split
+from lightning_megatron.whole.context_tensor import context_tensor
+from lightning_megatron.whole.split_tensor import SplitTensor
+from lightning_megatron.whole.splits import marked, own_part, part_of, split_of, whole
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.adoption.absent import Absent, absent_like, on_meta, with_values
 from lightning_megatron.adoption.caches import caches_in, recorded, repeat
 from lightning_megatron.adoption.sequences import BlockSequences

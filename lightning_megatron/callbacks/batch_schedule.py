@@ -1,8 +1,9 @@
 """Callback that changes the size of the global batch, and the learning rates with it.
 
-The arithmetic is `data.batch_sizes`, where schedules are explained. The strategy reads the sizes
-from here, gives its training loader batches of them, and scales learning rates around optimizer
-steps. What is left is to measure, where sizes follow the gradient noise scale, and to log.
+The arithmetic is `data.reading.batch_sizes`, where schedules are explained. The strategy reads the
+sizes from here, gives its training loader batches of them, and scales learning rates around
+optimizer steps. What is left is to measure, where sizes follow the gradient noise scale, and to
+log.
 
 One batch of Lightning's is one optimizer step, of whatever size: ``global_step``,
 ``limit_train_batches``, ``val_check_interval`` and schedulers count batches as ever. How many an
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.data.batch_sizes import BatchSizes, LearningRateRule, Sizes
+from lightning_megatron.data.reading.batch_sizes import BatchSizes, LearningRateRule, Sizes
 from lightning_megatron.monitoring.noise_scale import GradientNoiseScale
 from lightning_megatron.services import services_of
 

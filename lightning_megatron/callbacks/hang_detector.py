@@ -24,6 +24,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.hangs.diagnosis import SILENT
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Member, Pages
@@ -198,7 +199,7 @@ class HangDetector(pl.Callback):
 
     def _exchange_members(self, member: Member, services: MegatronServices) -> "_Members":
         """Exchange processes and nodes, and make a directory for this node's ranks; collective."""
-        everyone = _gather((_node_key(), member))
+        everyone = Peers().all_gather((_node_key(), member))
         by_node: dict[tuple[str, ...], list[Member]] = {}
         for node, one in everyone:
             by_node.setdefault(node, []).append(one)
@@ -213,7 +214,7 @@ class HangDetector(pl.Callback):
         if member.rank == 0 and len(parts) > 1:
             listening, address = _listen(services)
             token = secrets.token_hex(16)
-        shared = {rank: rest for rank, *rest in _gather((member.rank, made, address, token))}
+        shared = dict(Peers().all_gather((member.rank, (made, address, token))))
         _, address, token = shared[0]
         return _Members(
             members=parts[place],
@@ -358,14 +359,6 @@ def _extremes(pages: Pages) -> dict[str, float]:
             found[f"{name}_min"], found[f"{name}_max"] = min(numbers), max(numbers)
             found[f"{name}_mean"] = sum(numbers) / len(numbers)
             found[f"{name}_worst_rank"] = float(worst(values, key=lambda k: values[k])[0])
-    return found
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
     return found
 
 

@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.callback_group import members_of
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
@@ -50,6 +51,7 @@ from lightning_megatron.fault_tolerance.numbers.diagnosis import (
     Window,
     bad_gradients,
     bad_loss,
+    not_finite,
     spike,
 )
 from lightning_megatron.fault_tolerance.numbers.responses import (
@@ -252,7 +254,7 @@ class NumberGuard(pl.Callback):
         norm = float(gradients.norm())
         if math.isfinite(norm):
             return None
-        return bad_gradients(norm, gradients.by_name())
+        return bad_gradients(norm, Peers().all_gather(not_finite(gradients.by_name())))
 
     def _respond(self, fault: BadNumber) -> bool:
         """Apply the response to a fault; returns whether the update is made."""

@@ -29,12 +29,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron import env
-from lightning_megatron._lightning import cluster_environment, requeue_path
+from lightning_megatron._lightning.connectors import cluster_environment, requeue_path
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.preemption.signals import Stop
+from lightning_megatron.fault_tolerance.signals import Stop
 from lightning_megatron.services import services_of
 
 _NAME = "preempted-step={}.ckpt"

@@ -1,6 +1,6 @@
 """Comparison of weights and optimizer state between ranks that must hold equal bits.
 
-Every `every` steps all copies are compared bit by bit (`fault_tolerance.replicas.comparison`): with
+Every `every` steps all copies are compared bit by bit (`fault_tolerance.replica_comparison`): with
 ``zero=0`` between all data-parallel ranks, with ``zero`` 1 to 3 between the copies of the shards
 (``dp_replicate``), and always between tensor-parallel ranks and pipeline stages that share a
 tensor. Experts are compared between the ranks with the same ones. A tensor of one rank only cannot
@@ -21,10 +21,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.numbers.diagnosis import in_words
-from lightning_megatron.fault_tolerance.replicas.comparison import (
+from lightning_megatron.fault_tolerance.replica_comparison import (
     Difference,
     Holders,
     SharedTensor,
@@ -34,12 +35,12 @@ from lightning_megatron.fault_tolerance.replicas.comparison import (
     suspects,
     unequal,
 )
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.gradients import ParameterRole, local
 from lightning_megatron.services import MegatronServices, services_of
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.zero.gradients import ParameterRole, local
 
 _NEEDS = "it needs to know the copies"
 
@@ -93,7 +94,7 @@ class ReplicaCheck(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = trainer.global_step
         services = services_of(trainer, self, _NEEDS)
-        if not any(_gather(len(_shared_tensors(services)), services)):
+        if not any(Peers(services.host_group).all_gather(len(_shared_tensors(services)))):
             rank_zero_warn(
                 "ReplicaCheck: no two ranks have the same parameters under this layout, so "
                 "nothing is compared"
@@ -131,7 +132,7 @@ class ReplicaCheck(pl.Callback):
         services.parallel.data.come_to_rest()
         held = _shared_tensors(services)
         prints = fingerprints([one.tensor for one in held])
-        doubtful = unequal(_gather(condense(held, prints), services))
+        doubtful = unequal(Peers(services.host_group).all_gather(condense(held, prints)))
         if not doubtful:
             return []
         mine = {
@@ -139,7 +140,7 @@ class ReplicaCheck(pl.Callback):
             for one, value in zip(held, prints, strict=True)
             if one.holders in doubtful
         }
-        return differences(_gather(mine, services))
+        return differences(Peers(services.host_group).all_gather(mine))
 
     def _handle_differences(self, trainer: pl.Trainer) -> None:
         services = services_of(trainer, self, _NEEDS)
@@ -237,15 +238,6 @@ def _first_along(axes: Sequence[str], degrees: Degrees, rank: int) -> int:
     for axis in axes:
         ranks = {r for group in groups_along(axis, degrees) if ranks & set(group) for r in group}
     return min(ranks)
-
-
-def _gather(mine: Any, services: MegatronServices) -> list[Any]:
-    """Objects of all ranks, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=services.host_group)
-    return found
 
 
 def _heal(

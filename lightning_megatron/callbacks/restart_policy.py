@@ -2,7 +2,7 @@
 
 A restart helps after a machine died or another job took the memory. It does not help if the model
 fails on a batch every time. A launcher counts restarts only; progress tells the two apart. Rank 0
-records the last step of each attempt (`fault_tolerance.restarts.attempt_log`): several attempts in
+records the last step of each attempt (`fault_tolerance.attempt_log`): several attempts in
 a row without a new step are a cycle. It also records why each attempt failed, if it learns it, and
 the last attempt reports these.
 """
@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_megatron import env
 from lightning_megatron.errors import ConfigError, RestartLimitError
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.restarts.attempt_log import (
+from lightning_megatron.fault_tolerance.attempt_log import (
     AttemptLog,
     AttemptRecord,
     cycles_without_progress,

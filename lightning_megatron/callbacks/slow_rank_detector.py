@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_megatron._torch import watch_waits
+from lightning_megatron._torch.collectives import watch_waits
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import (
+from lightning_megatron.fault_tolerance.slow_rank_comparison import (
     OwnWork,
     Score,
     SlowRanks,

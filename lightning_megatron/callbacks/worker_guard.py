@@ -1,6 +1,6 @@
 """Replacement of DataLoader workers that die or hang: `WorkerGuard`.
 
-`fault_tolerance.workers.loader_workers` has the mechanism; the callback adds it to every loader
+`fault_tolerance.loader_workers` has the mechanism; the callback adds it to every loader
 with workers that a strategy prepares, under any strategy.
 """
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.workers.loader_workers import GuardRules, WorkerFault, guard
+from lightning_megatron.fault_tolerance.loader_workers import GuardRules, WorkerFault, guard
 from lightning_megatron.services import events_of
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import Chunk, ChunkForm, Form, describe
 from lightning_megatron.checkpoint.directory.manifest import TensorEntry
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 
 AT_ONCE = 32 << 20

@@ -3,7 +3,7 @@
 A parameter is sharded twice. Tensor parallelism keeps a slice along one dimension, which the
 layer's `TensorShard` describes. ZeRO then splits that slice along dimension 0 over the
 data-parallel ranks: below stage 3 into the rows of a plain tensor that each owns
-(`parallel.owned_rows`), in stage 3 as a DTensor whose "global" shape is the slice. Both shards are
+(`zero.owned_rows`), in stage 3 as a DTensor whose "global" shape is the slice. Both shards are
 rectangles, and so is their product: with tp offset ``a`` along dimension ``k`` and FSDP offset
 ``b`` along dimension 0, this rank holds the `Chunk` at offset ``a * e_k + b * e_0`` of the full
 parameter. Checkpoints are written and read in chunks, so they do not depend on the layout.
@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron._torch import WRAPPER_NAMES
+from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.base import ParallelLayer, TensorShard
-from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.segments import Piece, common_pieces, joined
+from lightning_megatron.topology.tensor_shard import TensorShard
+from lightning_megatron.zero.owned_rows import OwnedRows
 
 
 @dataclass(frozen=True, kw_only=True)

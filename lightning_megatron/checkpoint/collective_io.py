@@ -24,15 +24,15 @@ from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.load.module_state import ModuleState, redirected
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerRestore, OptimizerSnapshot
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.save_plan import (
     OPTIMIZER_PREFIX,
     SavePlanning,
     all_chunks,
     writing,
 )
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any, summary
-from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.zero.owned_rows import OwnedRows
 
 logger = logging.getLogger(__name__)
 

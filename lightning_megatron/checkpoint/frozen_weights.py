@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.chunks import Chunk, parameter_names
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
-    ChunkForm,
     assemble,
     describe,
     model_chunks,
     own_chunks,
 )
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
-from lightning_megatron.layers.memory import own_weights
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.parallel.apply import layout_of
+from lightning_megatron.whole.memory import own_weights
 
 
 @own_weights
@@ -55,7 +54,7 @@ def gather(
         copies = {name: _copy(value, device) for name, value in state.items()} if mine else {}
         return _named(copies, state) if mine else {}
     parallel.data.come_to_rest()
-    if any(Peers().collect(edits_state(module))):
+    if any(Peers().all_gather(edits_state(module))):
         view = WholeState(parallel, None, "lightning_megatron.gather")
         view.attach()
         try:
@@ -65,8 +64,7 @@ def gather(
             view.detach()
         return seen if mine else {}
     state = model_chunks(module, parallel.canonical, parallel.data.rows)
-    everyone: list[dict[str, tuple[ChunkForm, tuple[str, ...]]]] = [{}] * world
-    dist.all_gather_object(everyone, {n: describe(c) for n, c in _chunks(state)})
+    everyone = Peers().all_gather({n: describe(c) for n, c in _chunks(state)})
     found: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Chunk)}
     for name in sorted(set().union(*everyone)):
         aliases = {alias for known in everyone if name in known for alias in known[name][1]}
@@ -97,8 +95,7 @@ def gather_named(
     parallel.data.come_to_rest()
     chunks = own_chunks(module, parallel.canonical, parallel.data.rows)
     wanted = {n: c for n, c in chunks.items() if not {n, *c.aliases}.isdisjoint(names)}
-    everyone: list[dict[str, tuple[ChunkForm, tuple[str, ...]]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, {n: describe(c) for n, c in wanted.items()})
+    everyone = Peers().all_gather({n: describe(c) for n, c in wanted.items()})
     mine, found = rank is None or dist.get_rank() == rank, dict[str, Tensor]()
     for name in sorted(set().union(*everyone)):
         full = assemble(name, wanted.get(name), everyone, parallel.topology.device, keep=mine)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.graphs import tree_map
+from lightning_megatron._torch.state_dicts import (
     first_state_hook,
     saves_itself,
     state_hooks,
     tree_any,
-    tree_map,
 )
 from lightning_megatron.checkpoint.chunks import (
     StateMapping,
@@ -41,12 +41,12 @@ from lightning_megatron.checkpoint.chunks import (
     whole,
 )
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.unparallelize import is_whole
+from lightning_megatron.whole.memory import parts_of_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ class WholeState:
         return ours
 
     def _exchange(self, mine: Any) -> list[Any]:
-        return self._peers.collect(mine)
+        return self._peers.all_gather(mine)
 
 
 def edits_state(module: nn.Module) -> bool:

@@ -1,4 +1,10 @@
-"""`fit`, `validate`, `test` and `predict` through LightningCLI."""
+"""`fit`, `validate`, `test` and `predict` through LightningCLI.
+
+*Options of one axis*, of which a file or an earlier option gives the number alone: ``pp: 2`` in a
+recipe and ``--trainer.strategy.pp.schedule zbv`` on the command line mean two ranks under another
+schedule. jsonargparse would put a config that knows nothing but the schedule in the place of the
+number, so the number becomes a part of the config before it sees the options.
+"""
 
 import logging
 import os
@@ -6,13 +12,14 @@ import shlex
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 import lightning.pytorch as pl
-from jsonargparse import set_parsing_settings
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
@@ -21,19 +28,23 @@ from typing_extensions import override
 
 from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.callbacks.fault_tolerance import FaultTolerance as FaultTolerance
-from lightning_megatron.cli.axis_options import help_of_axis, with_degrees
 from lightning_megatron.cli.init import RECIPES
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
 
 # With "as", classes that are imported so that the parser knows their short names.
 from lightning_megatron.data.text import TextDataModule as TextDataModule
-from lightning_megatron.data.token_data import TokenData as TokenData
+from lightning_megatron.data.tokens.token_data import TokenData as TokenData
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import LanguageModel as LanguageModel
 from lightning_megatron.monitoring.monitor import Monitor as Monitor
 from lightning_megatron.monitoring.profiler_window import ProfilerWindow as ProfilerWindow
+from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.precision.fp8 import Fp8Precision as Fp8Precision
+from lightning_megatron.strategy.data.batch_shares import MeasuredShares
 from lightning_megatron.strategy.megatron import MegatronStrategy
+from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.topology.expert_layout import ExpertConfig
+from lightning_megatron.zero.data_parallel import ShardingConfig
 
 _DEFAULTS = {
     "model": "lightning_megatron.module.LanguageModel",
@@ -316,3 +327,76 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message="The dirpath has changed from")
     # Whether a second loader process pays off is the user's decision, taken in the datamodule.
     warnings.filterwarnings("ignore", message=".*does not have many workers")
+
+
+STRATEGY = "--trainer.strategy"
+NUMBERS = {"pp": "degree", "cp": "degree", "ep": "degree", "zero": "stage"}
+"""Field of the config that holds the number, by axis."""
+
+
+def help_of_axis(args: Sequence[str]) -> str | None:
+    """Help for the config of an axis, if a command line asks for it; else None.
+
+    jsonargparse offers ``--trainer.strategy.pp.help``, but does not accept it inside of a class.
+
+    >>> "--trainer.strategy.pp.schedule" in help_of_axis(["fit", "--trainer.strategy.pp.help"])
+    True
+    """
+    configs = {
+        "pp": PipelineConfig,
+        "cp": ContextConfig,
+        "ep": ExpertConfig,
+        "zero": ShardingConfig,
+        "batch_shares": MeasuredShares,
+    }
+    for axis, config in configs.items():
+        option = f"{STRATEGY}.{axis}"
+        if any(arg.partition("=")[0] == f"{option}.help" for arg in args):
+            parser = ArgumentParser(prog="lightning-megatron fit", usage="%(prog)s [options]")
+            parser.add_class_arguments(config, option.lstrip("-"))
+            return str(parser.format_help())
+    return None
+
+
+def with_degrees(args: Sequence[str]) -> list[str]:
+    """Return a command line in which a number is an option beside the others of its axis.
+
+    >>> with_degrees(["fit", "--trainer.strategy.pp=2", "--trainer.strategy.pp.schedule=zbv"])
+    ['fit', '--trainer.strategy.pp.degree=2', '--trainer.strategy.pp.schedule=zbv']
+    >>> with_degrees(["fit", "--trainer.strategy.pp", "2"])
+    ['fit', '--trainer.strategy.pp', '2']
+    """
+    found = list(args)
+    for axis, number in NUMBERS.items():
+        option = f"{STRATEGY}.{axis}"
+        others = [i for i, arg in enumerate(found) if arg.startswith(f"{option}.")]
+        if not others:
+            continue
+        plain = [i for i, arg in enumerate(found) if arg.partition("=")[0] == option]
+        for i in plain:
+            found[i] = f"{option}.{number}{found[i][len(option) :]}"
+        given = _number_in_files(found, axis)
+        if given is not None:
+            found.insert(min(others + plain), f"{option}.{number}={given}")
+    return found
+
+
+def _number_in_files(args: Sequence[str], axis: str) -> int | None:
+    """The number that the last file with a word about the axis gives; None if it is a config."""
+    given: Any = None
+    for path in _files(args):
+        try:
+            node = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # of which the parser tells
+        for key in ("trainer", "strategy", "init_args", axis):
+            node = node.get(key) if isinstance(node, dict) else None
+        given = given if node is None else node
+    return given if isinstance(given, int) else None
+
+
+def _files(args: Sequence[str]) -> Iterator[Path]:
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        option, equals, value = arg.partition("=")
+        if option in ("-c", "--config"):
+            yield Path(value if equals else following)

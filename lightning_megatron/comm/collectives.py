@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import start_all_gather, start_reduce_scatter
+from lightning_megatron._torch.collectives import start_all_gather, start_reduce_scatter
 from lightning_megatron.comm.operators import Traced, Waited, define
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis

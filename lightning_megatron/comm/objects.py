@@ -5,7 +5,8 @@ the host, and a tensor is unpickled on the device *of the rank that sent it*: ra
 tensors on another rank's GPU, and a context there. Here the pickle holds what is not a tensor, and
 in the place of each tensor its format and shape. It travels between the hosts, and only when it
 differs from the last one. The tensors follow by the axis' own group, in their exact size, and land
-on the receiver's device. Tensors in host memory stay there.
+on the receiver's device. Tensors in host memory stay there. `ObjectBroadcast` is the form of
+`comm.peers.Peers.broadcast` for every batch.
 
 Pickle is as safe here as in ``torch.distributed``: only the ranks of one run take part.
 """

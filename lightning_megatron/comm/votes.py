@@ -10,18 +10,19 @@ The votes take the place of the broadcast by which Lightning tells the ranks of 
 every batch. That broadcast sends only signals that reached rank 0, and goes through the device,
 whose queue it empties. Votes stay on the host: 8 bytes a vote and rank.
 
+This is the form of `comm.peers.Peers` for every batch: one `Peers.exchange` of numbers, where a
+gather of Python values would cost two collectives and a pickle. Rarer questions go to `Peers`.
+
 The largest number is found after the gather and not by a reduction, as a NaN of any rank has to be
 seen, and what backends make of NaN in a maximum depends on the order.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from lightning_megatron._torch import gather_now
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 
 
@@ -77,8 +78,7 @@ class PerBatchVotes:
     def __init__(self) -> None:
         self._votes: dict[str, Vote] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._together = False
-        self._group: dist.ProcessGroup | None = None
+        self._peers = Peers(alone=True)
         self._compared = False
 
     def register(self, name: str, default: float = 0.0) -> Vote:
@@ -107,8 +107,7 @@ class PerBatchVotes:
         Args:
             group: all processes, for tensors on the host; None for the default group.
         """
-        self._together = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = group
+        self._peers = Peers(group)
         self._compared = False
         for vote in self._votes.values():
             vote.reset()
@@ -116,7 +115,7 @@ class PerBatchVotes:
     def settle(self) -> None:
         """Let every rank see what all have put; collective."""
         votes = list(self._votes.values())
-        if self._together and not self._compared:
+        if not self._compared:
             self._compare()
         columns = self.exchange([vote.take() for vote in votes])
         for vote, column in zip(votes, columns, strict=True):
@@ -126,12 +125,7 @@ class PerBatchVotes:
 
     def exchange(self, mine: Sequence[float]) -> list[tuple[float, ...]]:
         """Gather each number from every rank; collective."""
-        if not self._together or not mine:
-            return [(value,) for value in mine]
-        local = torch.tensor(mine, dtype=torch.float64)
-        found = local.new_empty(dist.get_world_size() * len(mine))
-        gather_now(found, local, self._group)
-        return list(zip(*found.view(-1, len(mine)).tolist(), strict=True))
+        return self._peers.exchange(mine)
 
     def largest(self, mine: Sequence[float]) -> list[float]:
         """Reduce each number to the largest of all ranks, or NaN if one is; collective."""
@@ -139,9 +133,7 @@ class PerBatchVotes:
 
     def _compare(self) -> None:
         """Numbers in other votes, or another number of them, would mean something else."""
-        mine = list(self._votes)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = self._peers.all_gather(list(self._votes))
         differing = [rank for rank, votes in enumerate(everyone) if votes != everyone[0]]
         if differing:
             first, other = everyone[0], everyone[differing[0]]

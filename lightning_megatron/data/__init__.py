@@ -18,34 +18,34 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
-    from lightning_megatron.data.collate import Fragments, Pad
-    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
-    from lightning_megatron.data.packed import PackedTokens
     from lightning_megatron.data.preprocessing.chat import ChatEncoder, ChatFormat
-    from lightning_megatron.data.sampler import ResumableSampler
+    from lightning_megatron.data.reading.batch_sizes import NoiseScale, Rampup
+    from lightning_megatron.data.reading.collate import Fragments, Pad
+    from lightning_megatron.data.reading.lengths import LengthGrouped, TokenBudget
+    from lightning_megatron.data.reading.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
-    from lightning_megatron.data.token_data import TokenData
     from lightning_megatron.data.tokens.corpus import Corpus
     from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
+    from lightning_megatron.data.tokens.packed import PackedTokens
+    from lightning_megatron.data.tokens.token_data import TokenData
 
 _HOMES = {
     "ByteWindows": "text",
     "ChatEncoder": "preprocessing.chat",
     "ChatFormat": "preprocessing.chat",
     "Corpus": "tokens.corpus",
-    "Fragments": "collate",
+    "Fragments": "reading.collate",
     "IndexedTokens": "tokens.indexed",
     "IndexedWriter": "tokens.indexed",
-    "LengthGrouped": "lengths",
-    "NoiseScale": "batch_sizes",
-    "PackedTokens": "packed",
-    "Pad": "collate",
-    "Rampup": "batch_sizes",
-    "ResumableSampler": "sampler",
+    "LengthGrouped": "reading.lengths",
+    "NoiseScale": "reading.batch_sizes",
+    "PackedTokens": "tokens.packed",
+    "Pad": "reading.collate",
+    "Rampup": "reading.batch_sizes",
+    "ResumableSampler": "reading.sampler",
     "TextDataModule": "text",
-    "TokenBudget": "lengths",
-    "TokenData": "token_data",
+    "TokenBudget": "reading.lengths",
+    "TokenData": "tokens.token_data",
 }
 
 __all__ = [

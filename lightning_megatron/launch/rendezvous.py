@@ -51,9 +51,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_megatron._torch import PrefixStore, Store
+from lightning_megatron._torch.groups import PrefixStore, Store
 from lightning_megatron.errors import ConfigError, MissingRanksError
 from lightning_megatron.launch.attempt import KEY, Attempt, Peer
+from lightning_megatron.launch.store_list import StoreList
 
 _POLL_S = 0.01
 _POLLS_PER_S = 20000
@@ -70,6 +71,8 @@ _COLLECT_S = 1.0
 """Seconds that rank 0 waits for further reports after the first."""
 _FAREWELL_S = 3.0
 """Seconds that rank 0, which may hold the store, waits until the others have read its report."""
+_NEWS, _REPORTS = "news", "reports"
+"""Names of lists in the store: ranks that have written a key, and what is wrong with them."""
 _SHOWN = 16
 """Most ranks or hosts that a message lists."""
 
@@ -124,8 +127,8 @@ def dismiss(store: Store, world_size: int, problems: Sequence[str], timeout_s: f
 
 
 def _report(store: Store, rank: int, **what: Any) -> None:
-    number = store.add("reports", 1)
-    store.set(f"report/{number}", json.dumps({"rank": rank, "host": Peer.here().host, **what}))
+    text = json.dumps({"rank": rank, "host": Peer.here().host, **what})
+    StoreList(store, _REPORTS).append(text)
 
 
 def _hello(rank: int, world_size: int) -> str:
@@ -139,14 +142,7 @@ def _pause_s(world_size: int) -> float:
 
 def _call(store: Store, rank: int) -> None:
     """Have rank 0 look at a rank."""
-    store.set(f"news/{store.add('news', 1)}", str(rank))
-
-
-def _read(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """Values of those keys that are there."""
-    if len(keys) > 1 and store.has_extended_api() and store.check(list(keys.values())):
-        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
-    return {number: store.get(key) for number, key in keys.items() if store.check([key])}
+    StoreList(store, _NEWS).append(str(rank))
 
 
 def _digest(options: Mapping[str, str]) -> str:
@@ -217,16 +213,14 @@ class _Host:
         self._options = options
         self._number = int(store.add("attempts", 1)) - 1
         # Those before it are of the dead, unless this is the first.
-        self._reports_read = 0 if fresh or not self._number else int(store.add("reports", 0))
+        self._reports = StoreList(store, _REPORTS, from_now=bool(self._number) and not fresh)
         fresh_id = run_id or secrets.token_hex(8)
         self._run_id = store.compare_set("run_id", "", fresh_id).decode() or fresh_id
         self._invitation = f"{self._number} {_digest(options)}"
         self._latest: dict[int, str] = {}
         self._present: set[str] = set()
         """Tokens of the processes that wait for rank 0."""
-        self._news = int(store.add("news", 0))
-        self._unread: set[int] = set()
-        """Numbers of news that are being written."""
+        self._news = StoreList(store, _NEWS, from_now=True)
         self._next_sweep = 0.0
         self._missing = set(range(1, world_size))
         """Ranks whose latest token has not accepted, as far as they have been looked at."""
@@ -265,25 +259,16 @@ class _Host:
 
     def _are_all_there(self) -> bool:
         """Whether all have accepted; invites who has come since."""
-        ranks = self._called()
+        ranks = {int(rank) for rank in self._news.new()} & set(range(1, self._world_size))
         if time.monotonic() >= self._next_sweep:
             ranks = set(range(1, self._world_size))
-            self._unread.clear()
+            self._news.forget_unwritten()
         self._look_at(ranks)
         if not self._missing:
             self._look_at(set(range(1, self._world_size)))
         if len(ranks) == self._world_size - 1:
             self._next_sweep = time.monotonic() + max(_SWEEP_S, self._world_size / _SWEPT_PER_S)
         return not self._missing
-
-    def _called(self) -> set[int]:
-        """Ranks that have written something since the last time."""
-        count = int(self._store.add("news", 0))
-        self._unread.update(range(self._news + 1, count + 1))
-        self._news = count
-        found = _read(self._store, {number: f"news/{number}" for number in self._unread})
-        self._unread -= found.keys()
-        return {int(rank) for rank in found.values()} & set(range(1, self._world_size))
 
     def _look_at(self, ranks: set[int]) -> None:
         there = {rank for rank in ranks if self._invite(rank) is not None}
@@ -343,13 +328,7 @@ class _Host:
         return _duplicate_rank(0, sorted([(mine.host, mine.pid), (other.host, other.pid)]))
 
     def _new_reports(self) -> list[dict[str, Any]]:
-        found = []
-        for number in range(self._reports_read + 1, int(self._store.add("reports", 0)) + 1):
-            if not self._store.check([f"report/{number}"]):
-                break  # it is being written
-            found.append(json.loads(self._store.get(f"report/{number}")))
-            self._reports_read = number
-        return found
+        return [json.loads(text) for text in self._reports.new()]
 
     def _problems(self, reports: Sequence[dict[str, Any]]) -> list[str]:
         problems = [problem for one in reports for problem in _placed(one)]

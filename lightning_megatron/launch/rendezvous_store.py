@@ -12,7 +12,7 @@ import threading
 import time
 from datetime import timedelta
 
-from lightning_megatron._torch import Store, TCPStore
+from lightning_megatron._torch.groups import Store, TCPStore
 from lightning_megatron.errors import ConnectError
 
 _PAUSE_S = 0.1

@@ -27,10 +27,9 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.layers.alibi import Alibi, alibi_slopes
     from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
-    from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.base import ParallelLayer
     from lightning_megatron.layers.context_layer import ContextAttention
     from lightning_megatron.layers.context_split import GatherContext, SplitContext
-    from lightning_megatron.layers.context_tensor import ContextTensor
     from lightning_megatron.layers.cross_attention import CrossAttention
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -54,15 +53,17 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
     from lightning_megatron.layers.rotary import RopeScaling, Rotary
     from lightning_megatron.layers.sequential import PipelineSequential
-    from lightning_megatron.layers.split_tensor import SplitTensor
-    from lightning_megatron.layers.splits import own_part, whole
+    from lightning_megatron.topology.tensor_shard import TensorShard
+    from lightning_megatron.whole.context_tensor import ContextTensor
+    from lightning_megatron.whole.split_tensor import SplitTensor
+    from lightning_megatron.whole.splits import own_part, whole
 
 _HOMES = {
     "Alibi": "alibi",
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "ContextAttention": "context_layer",
-    "ContextTensor": "context_tensor",
+    "ContextTensor": ".whole.context_tensor",
     "CrossAttention": "cross_attention",
     "DecoderBlock": "encoder",
     "Dropout": "dropout",
@@ -87,16 +88,16 @@ _HOMES = {
     "RowParallelLinear": "linear",
     "SelfAttention": "attention",
     "SplitContext": "context_split",
-    "SplitTensor": "split_tensor",
-    "TensorShard": "base",
+    "SplitTensor": ".whole.split_tensor",
+    "TensorShard": ".topology.tensor_shard",
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
     "alibi_slopes": "alibi",
     "auxiliary_loss": "experts.auxiliary_loss",
     "column_parallel": "linear",
     "documents_of": "packed_documents",
-    "own_part": "splits",
-    "whole": "splits",
+    "own_part": ".whole.splits",
+    "whole": ".whole.splits",
 }
 
 __all__ = [

@@ -10,7 +10,7 @@ parameter.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,49 +18,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.layers.memory import mark_forward
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.segments import Piece, Segments, joined
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorShard:
-    """Part of the full parameter that this rank of tp, or of ep, holds."""
-
-    full_shape: tuple[int, ...]
-    """Shape of the unpartitioned parameter."""
-    dim: int | None = None
-    """Partitioned dimension, or None when every tp rank holds the whole parameter."""
-    offset: int = 0
-    """First index held along ``dim``."""
-    sum_gradients: bool = False
-    """Whether each tp rank computes only a part of the gradient of a parameter that all ranks hold
-    whole. The parts are summed over tp after backward."""
-    axis: Literal["tp", "ep"] = "tp"
-    """Axis that divides the parameter; those of experts are divided over ep, also where ep is 1."""
-    stacked: bool = False
-    """Whether it is a stack of independent matrices along dimension 0."""
-    segments: Segments | None = None
-    """Segments of ``dim``, each of which is divided by itself (a fused projection); ``offset`` is
-    then that of the ranks' parts one after the other."""
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """First index and length of every run that this rank holds of ``dim``, with segments."""
-        if self.segments is None or self.dim is None:
-            return ()
-        return self.segments.pieces(self.offset * self.segments.ranks // self.full_shape[self.dim])
-
-    def part_of(self, full: Tensor, length: int) -> Tensor:
-        """Return a copy of this rank's part, of ``length`` along ``dim``, of the full parameter."""
-        if self.dim is None:
-            return full.clone()
-        if self.segments is not None:
-            return joined(full, self.dim, self.pieces)
-        return full.narrow(self.dim, self.offset, length).contiguous().clone()
+from lightning_megatron.topology.segments import Segments
+from lightning_megatron.topology.tensor_shard import TensorShard
+from lightning_megatron.whole.memory import mark_forward
 
 
 class ParallelLayer(nn.Module):
@@ -192,3 +156,14 @@ class ParallelLayer(nn.Module):
     @override
     def extra_repr(self) -> str:
         return f"tp={self.tp_size}"
+
+
+def is_expert_layer(module: nn.Module) -> bool:
+    """Whether the parameters of a layer lie over the axes of experts (`Topology.experts`)."""
+    return isinstance(module, ParallelLayer) and module.shard_axis == "ep"
+
+
+def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of the layers of experts in a module."""
+    layers = filter(is_expert_layer, module.modules())
+    return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron._torch import AnyBatchNorm
+from lightning_megatron._torch.state_dicts import AnyBatchNorm
 from lightning_megatron.comm.functional import copy_to, reduce_from
 from lightning_megatron.topology.axis import Axis
 

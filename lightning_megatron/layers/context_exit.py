@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import GatherContext, only_layout, split
-from lightning_megatron.layers.context_tensor import context_tensor
+from lightning_megatron.layers.context_split import GatherContext
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import part_of, split_of, whole
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.context_part import Place
+from lightning_megatron.whole.context_rows import only_layout, split
+from lightning_megatron.whole.context_tensor import context_tensor
+from lightning_megatron.whole.splits import part_of, split_of, whole
 
 _LOSSES = (LinearCrossEntropy, VocabParallelCrossEntropy)
 _OURS = "lightning_megatron."

@@ -20,8 +20,8 @@ from lightning_megatron.layers.attention_exchange import (
 )
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.size_checks import AttentionBackend
-from lightning_megatron.layers.splits import marked, own_part, split_of, whole
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.whole.splits import marked, own_part, split_of, whole
 
 _HEADS = 2
 

@@ -20,11 +20,11 @@ from lightning_megatron.comm.functional import split_to
 from lightning_megatron.layers.attention import AttentionLayer
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.attention_exchange import layout_of
-from lightning_megatron.layers.context_split import split
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
-from lightning_megatron.layers.splits import own_part, part_of, whole
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
+from lightning_megatron.whole.context_rows import split
+from lightning_megatron.whole.splits import own_part, part_of, whole
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron._torch import compile_with_callers_only, in_shape
+from lightning_megatron._torch.graphs import compile_with_callers_only
+from lightning_megatron._torch.kernels import in_shape
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.layers.memory import on_memory, saved_tensors
+from lightning_megatron.whole.memory import on_memory, saved_tensors
 
 
 class WgradTask(NamedTuple):

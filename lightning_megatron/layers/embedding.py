@@ -18,10 +18,10 @@ from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from, reduce_scatter
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_split import own_positions, split
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.context_rows import own_positions, split
 
 
 class VocabParallelEmbedding(ParallelLayer):

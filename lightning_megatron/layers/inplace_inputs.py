@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 
 
 class _Entering(Function):

@@ -43,7 +43,6 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import AttentionBase
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.attention_exchange import layout_of
-from lightning_megatron.layers.context_split import join
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.latent_sizes import LatentSizes
 from lightning_megatron.layers.linear import (
@@ -60,6 +59,7 @@ from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.layers.size_checks import AttentionBackend
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.context_rows import join
 
 
 class LatentAttention(AttentionBase):

@@ -33,15 +33,15 @@ from typing_extensions import override
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_tensor import on_rows
 from lightning_megatron.layers.delayed_wgrad import breaks_graphs, can_defer, linear, without_graphs
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.layers.split_tensor import split_output
-from lightning_megatron.layers.splits import own_part, part_of, split_of, whole
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.context_tensor import on_rows
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.whole.split_tensor import split_output
+from lightning_megatron.whole.splits import own_part, part_of, split_of, whole
 
 
 def init_matrix(full: Tensor, std: float | None, generator: torch.Generator | None = None) -> None:
@@ -172,7 +172,7 @@ class ColumnParallelLinear(ParallelLinear):
     Input ``[..., in_features]``, equal on all tp ranks; under sequence parallelism
     ``[b, s / tp, in_features]``. Output ``[..., out_features]``, over the whole sequence, of which
     this rank holds the part ``[..., out_features / tp]``: a `SplitTensor`, which behaves like the
-    whole tensor (`layers.split_tensor`). A layer that is not distributed is ``nn.Linear``.
+    whole tensor (`whole.split_tensor`). A layer that is not distributed is ``nn.Linear``.
 
     Args:
         in_features: size of each input sample.

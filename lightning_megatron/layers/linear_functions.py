@@ -33,8 +33,8 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.memory import on_memory, saved_tensors
 
 SEQUENCE_DIM = 1
 """Dim along which sequence parallelism splits an activation."""

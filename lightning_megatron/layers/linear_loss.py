@@ -39,12 +39,6 @@ from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.context_loss import (
-    loss_rows,
-    own_loss_targets,
-    place_in_trunk,
-    reduced_over_context,
-)
 from lightning_megatron.layers.delayed_wgrad import (
     compute_dtype,
     input_gradient,
@@ -55,20 +49,26 @@ from lightning_megatron.layers.delayed_wgrad import (
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, regathers
-from lightning_megatron.layers.loss import (
+from lightning_megatron.layers.loss import loss_problems
+from lightning_megatron.layers.size_checks import vocabulary_problems
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.whole.context_loss import (
+    loss_rows,
+    own_loss_targets,
+    place_in_trunk,
+    reduced_over_context,
+)
+from lightning_megatron.whole.memory import on_memory, saved_tensors
+from lightning_megatron.whole.splits import part_of
+from lightning_megatron.whole.vocab_loss import (
     check_targets,
     logits_gradient,
     loss_of_terms,
-    loss_problems,
     own_targets,
     position_terms,
     reduced,
 )
-from lightning_megatron.layers.memory import on_memory, saved_tensors
-from lightning_megatron.layers.size_checks import vocabulary_problems
-from lightning_megatron.layers.splits import part_of
-from lightning_megatron.topology.axis import Axis
-from lightning_megatron.topology.degrees import Degrees
 
 
 class LinearCrossEntropy(ColumnParallelLinear):

@@ -1,48 +1,35 @@
-"""Cross entropy of logits that are split over the vocabulary.
+"""Cross entropy of logits that are whole, or split over the vocabulary, or over the sequence.
 
-The logits of a large vocabulary are the largest activation of a language model; gathering them
-would undo the split. Each rank computes, from its own part, the log-sum-exp, the logit of the
-target (zero when another rank owns it) and, for label smoothing, the sum of the logits: three
-numbers per position. One all-gather of these gives
-
-    lse  = logsumexp over ranks of the partial lse
-    loss = (1 - e) (lse - logit[target]) + e (lse - mean of logits) + z lse^2
-
-and the gradient needs nothing more: ``softmax = exp(logits - lse)`` on every rank's own part.
-(Separate collectives for the maximum and the sum of exponentials, as in Megatron-LM, cost two
-more.) ``e`` is the label smoothing, ``z`` the weight of the z-loss (PaLM, arXiv 2204.02311,
-section 5).
-
-Under context parallelism each cp rank has the logits of its part of the sequences, and the whole
-targets. It takes its own targets, and the loss is that of whole sequences on every rank: one sum
-over cp of one number.
-
-Arithmetic is float32 for lower precisions and float64 for float64. Every tp rank computes the same
-loss to the last bit, since all combine the same numbers in the same order.
+`whole.vocab_loss` has the arithmetic of split logits. Under context parallelism each cp rank has
+the logits of its part of the sequences, and the whole targets. It takes its own targets, and the
+loss is that of whole sequences on every rank: one sum over cp of one number.
 
 Legend: n positions, v this rank's part of the vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_loss import (
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.context_loss import (
     loss_rows,
     own_loss_targets,
     reduced_over_context,
 )
-from lightning_megatron.layers.splits import Split, own_part, split_of, whole
-from lightning_megatron.topology.axis import Axis
+from lightning_megatron.whole.splits import Split, own_part, split_of, whole
+from lightning_megatron.whole.vocab_loss import (
+    at_least_float32,
+    check_targets,
+    reduced,
+    vocab_parallel_cross_entropy,
+)
 
 
 class VocabParallelCrossEntropy(ParallelLayer):
@@ -169,125 +156,6 @@ class VocabParallelCrossEntropy(ParallelLayer):
                 return False
             self._whole = bool((of_all == of_all[0]).all())
         return self._whole
-
-
-class _VocabParallelCrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_nv: Tensor,
-        targets_n: Tensor,
-        axis: Axis,
-        ignore_index: int,
-        smoothing: float,
-        z: float,
-    ) -> Tensor:
-        size = logits_nv.shape[-1]
-        ignored_n = targets_n == ignore_index
-        check_targets(targets_n, ignored_n, size * axis.size)
-        index_n, foreign_n = own_targets(targets_n, ignored_n, size, axis)
-        terms_tn = position_terms(logits_nv, index_n, foreign_n, smoothing)
-        loss_n, lse_n = loss_of_terms(terms_tn, axis, size * axis.size, smoothing, z)
-        ctx.options = (smoothing, z, size * axis.size)
-        ctx.save_for_backward(logits_nv, lse_n, index_n, foreign_n, ignored_n)
-        return loss_n.masked_fill(ignored_n, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
-        logits_nv, lse_n, index_n, foreign_n, ignored_n = ctx.saved_tensors
-        smoothing, z, vocabulary = ctx.options
-        grad_n = grad_n.masked_fill(ignored_n, 0)
-        grad_nv = logits_gradient(
-            logits_nv, lse_n, index_n, foreign_n, grad_n, vocabulary, smoothing, z
-        )
-        return grad_nv.to(logits_nv.dtype), None, None, None, None, None
-
-
-vocab_parallel_cross_entropy: Callable[..., Tensor] = _VocabParallelCrossEntropy.apply
-"""``(logits_nv, targets_n, axis, ignore_index, smoothing, z) -> loss_n``, of split logits."""
-
-
-def own_targets(
-    targets_n: Tensor, ignored_n: Tensor, size: int, axis: Axis | None
-) -> tuple[Tensor, Tensor]:
-    """Position of each target in this rank's ``size`` logits, and whether another rank has it."""
-    index_n = targets_n if axis is None else targets_n - size * axis.rank
-    foreign_n = (index_n < 0) | (index_n >= size) | ignored_n
-    return index_n.masked_fill(foreign_n, 0), foreign_n
-
-
-def position_terms(
-    logits_nv: Tensor, index_n: Tensor, foreign_n: Tensor, smoothing: float
-) -> Tensor:
-    """Numbers ``[2 or 3, n]`` of this rank's logits that the loss needs (see the module)."""
-    x_nv = at_least_float32(logits_nv)
-    target_n = x_nv.gather(-1, index_n.unsqueeze(-1)).squeeze(-1)
-    own = [x_nv.logsumexp(-1), target_n.masked_fill(foreign_n, 0)]
-    if smoothing:
-        own.append(x_nv.sum(-1))
-    return torch.stack(own)
-
-
-def loss_of_terms(
-    terms_tn: Tensor, axis: Axis | None, vocabulary: int, smoothing: float, z: float
-) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of every position, from all ranks' `position_terms`."""
-    of_all = terms_tn.unsqueeze(0)
-    if axis is not None:
-        of_all = start_gather(of_all, axis, 0).wait()
-    lse_n = of_all[:, 0].logsumexp(0)
-    loss_n = lse_n - of_all[:, 1].sum(0)
-    if smoothing:
-        mean_n = of_all[:, 2].sum(0) / vocabulary
-        loss_n = torch.lerp(loss_n, lse_n - mean_n, smoothing)
-    if z:
-        loss_n = loss_n + z * lse_n.square()
-    return loss_n, lse_n
-
-
-def logits_gradient(
-    logits_nv: Tensor,
-    lse_n: Tensor,
-    index_n: Tensor,
-    foreign_n: Tensor,
-    grad_n: Tensor,
-    vocabulary: int,
-    smoothing: float,
-    z: float,
-) -> Tensor:
-    """Gradient ``[n, v]`` of this rank's logits, for a gradient ``grad_n`` of the losses."""
-    grad_nv = (at_least_float32(logits_nv) - lse_n.unsqueeze(-1)).exp_()
-    if z:
-        grad_nv.mul_((1 + 2 * z * lse_n).unsqueeze(-1))
-    if smoothing:
-        grad_nv.sub_(smoothing / vocabulary)
-    grad_nv.mul_(grad_n.unsqueeze(-1))
-    at_target_n = (-(1 - smoothing) * grad_n).masked_fill(foreign_n, 0)
-    return grad_nv.scatter_add_(-1, index_n.unsqueeze(-1), at_target_n.unsqueeze(-1))
-
-
-def reduced(loss_n: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Reduce the losses of all positions; those of ignored positions are 0."""
-    if reduction == "none":
-        return loss_n.view(targets.shape)
-    if reduction == "sum":
-        return loss_n.sum()
-    return loss_n.sum() / (targets != ignore_index).sum()
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return ``x`` in the format of the loss."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
-
-
-def check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> None:
-    """Check targets as ``F.cross_entropy`` does, on CPU; a GPU would have to wait for this."""
-    if targets_n.device.type != "cpu":
-        return
-    outside = ((targets_n < 0) | (targets_n >= vocabulary)) & ~ignored_n
-    if bool(outside.any()):
-        raise IndexError(f"Target {int(targets_n[outside][0])} is out of bounds for {vocabulary}")
 
 
 def loss_problems(label_smoothing: float, z_loss: float, reduction: str) -> list[str]:

@@ -39,13 +39,13 @@ from typing_extensions import override
 from lightning_megatron.comm.collectives import start_gather, start_sum
 from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.loss import at_least_float32
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.split_tensor import split_output
-from lightning_megatron.layers.splits import own_part, split_of, whole
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.split_tensor import split_output
+from lightning_megatron.whole.splits import own_part, split_of, whole
+from lightning_megatron.whole.vocab_loss import at_least_float32
 
 
 class ParallelLayerNorm(LayerNorm):

@@ -29,10 +29,10 @@ from typing_extensions import override
 from lightning_megatron.comm.collectives import start_gather, start_sum
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.loss import at_least_float32
-from lightning_megatron.layers.splits import marked, own_part, split_of
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
+from lightning_megatron.whole.splits import marked, own_part, split_of
+from lightning_megatron.whole.vocab_loss import at_least_float32
 
 
 class ParallelSoftmax(ParallelLayer):

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.layers.context_split import own_positions, split
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.context_rows import own_positions, split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class RemoteItem(nn.Module):
     """Placeholder for an item that another pipeline stage holds.
 
     While a run lasts, code of the user's finds a module of the item's class, with the same modules
-    inside, in which a `layers.stage_weights.StageTensor` stands for each weight.
+    inside, in which a `whole.stage_weights.StageTensor` stands for each weight.
 
     Args:
         name: name of the item in the trunk.
@@ -229,7 +229,7 @@ class RemoteItem(nn.Module):
 
 
 class Stages(Protocol):
-    """Part of `layers.stage_weights.StageWeights` that a `RemoteItem` asks."""
+    """Part of `whole.stage_weights.StageWeights` that a `RemoteItem` asks."""
 
     @property
     def is_shown(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron.errors import ConfigError, instances, raise_if_any
+from lightning_megatron.errors import ConfigError, instances, raise_if_any, whole_numbers
 from lightning_megatron.layers.latent_sizes import LatentSizes
 from lightning_megatron.layers.size_checks import (
     ATTENTION_BACKENDS,
@@ -226,11 +226,9 @@ def preset_names() -> tuple[str, ...]:
 
 def _own_problems(config: TransformerConfig) -> list[str]:
     sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    problems = [
-        f"{name}={value}: must be a whole number of at least 1; nearest valid: {name}=1"
-        for name in (*sizes, "mlp_size", "max_seq_len", "sliding_window", "rope_original_length")
-        if (value := getattr(config, name)) is not None and not _is_positive(value)
-    ]
+    others = ("mlp_size", "max_seq_len", "sliding_window", "rope_original_length")
+    counts = {name: getattr(config, name) for name in sizes + others}
+    problems = whole_numbers(1, **{name: x for name, x in counts.items() if x is not None})
     problems += [
         f"{name}={getattr(config, name)}: must be one of {', '.join(valid)}"
         for name, valid in _CHOICES.items()
@@ -301,7 +299,3 @@ def _latent_problems(config: TransformerConfig) -> list[str]:
         if (value := getattr(config, name)) is not None
     ]
     return problems
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.attention_call import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 
 def generate(
@@ -206,11 +207,9 @@ class _Network:
     def all_ranks(self, value: bool) -> bool:
         """Whether ``value`` is true on all ranks over which ZeRO divides: they run in step."""
         topology = self._topology
-        if topology is None or topology.loss.group is None:
+        if topology is None:
             return value
-        flag = torch.tensor(int(value), device=topology.device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=topology.loss.group)
-        return bool(flag)
+        return Peers.over(topology.loss).vote(value, topology.device, all=True)
 
 
 def _last_position(logits: Tensor) -> Tensor:

@@ -8,26 +8,33 @@ much longer than it had to.
 Without documents it follows from the order in which ranks hold the sequence: about 1 for
 ``"zigzag"`` under a causal mask. With packed documents it depends on where they lie in a row:
 shorter ones, or rows sorted by length, bring it down. It is counted from the ``documents`` that the
-trunk is given, by arithmetic (`layers.context_pairs`); no time is measured. One small collective
-brings the ranks together.
+trunk is given, by arithmetic; no time is measured. One small collective brings the ranks together.
+
+The time of attention goes with the pairs of a query and a key that see each other. Under a causal
+mask position ``i`` sees ``i + 1``, so the zig-zag order gives all ranks equally many. With packed
+documents a position sees its own document only, and a rank that holds the end of a long document
+has more to do than one that holds short ones; at every exchange the others wait for it.
+
+Legend: b batch, s sequence.
 """
 
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.context_pairs import pairs_by_rank, seen_by_position
-from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.services import services_if_any
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.memory import weights_in_parts
 
 _NAME = "cp/imbalance"
 
@@ -137,3 +144,60 @@ def _context_of(trainer: pl.Trainer) -> Context | None:
     if services is None or services.topology.cp.size == 1:
         return None
     return services.topology.context
+
+
+def seen_by_position(
+    length: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Count the keys that each query sees, ``[b, s]`` (``[1, s]`` without documents).
+
+    Args:
+        length: positions of the whole sequence.
+        causal: whether a position sees none behind it.
+        window: number of positions that each one sees before it (and, without ``causal``, behind
+            it), itself included; all when None.
+        documents: numbers of packed documents, ``[b, s]``; a change begins another one.
+
+    >>> seen_by_position(5, window=3).tolist()
+    [[1, 2, 3, 3, 3]]
+    >>> seen_by_position(5, documents=torch.tensor([[4, 4, 4, 0, 0]])).tolist()
+    [[1, 2, 3, 1, 2]]
+    """
+    device = None if documents is None else documents.device
+    place = torch.arange(length, device=device).unsqueeze(0)
+    first, last = torch.zeros_like(place), torch.full_like(place, length - 1)
+    if documents is not None:
+        changes = documents[:, 1:] != documents[:, :-1]
+        first = (place * F.pad(changes, (1, 0))).cummax(1).values
+        ends = place.masked_fill(~F.pad(changes, (0, 1), value=True), length)
+        last = ends.flip(1).cummin(1).values.flip(1)
+    if causal:
+        last = torch.minimum(last, place)
+    if window is not None:
+        first = torch.maximum(first, place - (window - 1))
+        last = torch.minimum(last, place + (window - 1))
+    return last - first + 1
+
+
+def pairs_by_rank(seen: Tensor, layout: ContextLayout) -> list[int]:
+    """Add up the pairs of each cp rank, over the samples of a batch.
+
+    Args:
+        seen: result of `seen_by_position`.
+        layout: split of the sequence; its padding attends to nothing.
+
+    >>> layout = ContextLayout(length=8, cp=2)
+    >>> pairs_by_rank(seen_by_position(8), layout)
+    [18, 18]
+    >>> pairs_by_rank(seen_by_position(8), ContextLayout(length=8, cp=2, order="contiguous"))
+    [10, 26]
+    """
+    by_position = F.pad(seen.sum(0), (0, layout.padded - layout.length)).tolist()
+    return [
+        sum(sum(by_position[c.start : c.stop]) for c in layout.chunks(rank))
+        for rank in range(layout.cp)
+    ]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.data.collate import LENGTHS
+from lightning_megatron.data.reading.collate import LENGTHS
 from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.monitoring.throughput import data_parallel_size, seconds_saving

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunks import clean_name
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.layers.experts.router import Router, RouterStatistics
-from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.monitoring.rank_stats import (
     LabelledMetric,
     Values,
@@ -43,6 +43,7 @@ from lightning_megatron.monitoring.rank_stats import (
     rank_metrics_of,
 )
 from lightning_megatron.services import services_if_any
+from lightning_megatron.whole.memory import weights_in_parts
 
 _TOTALS = ("tokens", "dropped", "entropy", "balance_loss", "z_loss", "sequences")
 _OF_LAYERS = ("load_max_over_mean", "dead_experts", "dropped_fraction", "entropy")
@@ -123,7 +124,7 @@ class ExpertMonitor(pl.Callback):
         self._before = {name: router.statistics.now() for name, router in _routers(pl_module)}
         services = services_if_any(trainer)
         if services is not None and services.topology.pp.size > 1:
-            by_stage = services.topology.pp.all_gather_object(found)
+            by_stage = Peers.over(services.topology.pp).all_gather(found)
             found = {name: number for stage in by_stage for name, number in stage.items()}
         self._experts = dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 

@@ -19,13 +19,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_megatron._torch import (
-    CallersMode,
-    DisableTorchFunctionSubclass,
-    grouped_mm_operator,
-    host_attention_operators,
-    tree_flatten,
-)
+from lightning_megatron._torch.graphs import CallersMode, DisableTorchFunctionSubclass, tree_flatten
+from lightning_megatron._torch.kernels import grouped_mm_operator, host_attention_operators
 from lightning_megatron.layers.context_attention.operator import Options
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import training_flops_per_token

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.monitoring.window import LoggingSteps
-from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+from lightning_megatron.optim.clip import PercentileClip, UnitClip, ZScoreClip
 from lightning_megatron.services import services_of
 
 Nonfinite = Literal["keep", "skip", "raise"]
@@ -59,7 +59,7 @@ class GradientMonitor(pl.Callback):
             )
         if not isinstance(cast(object, clip), PercentileClip | ZScoreClip | UnitClip | None):
             problems.append(
-                f"clip={clip!r}: must be a rule of optim.clip_rules; nearest valid: "
+                f"clip={clip!r}: must be a rule of optim.clip; nearest valid: "
                 "clip=PercentileClip() (a constant limit is the Trainer's gradient_clip_val)"
             )
         raise_if_any(problems)

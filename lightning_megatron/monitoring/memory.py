@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_megatron._torch import dump_allocations, record_allocations
+from lightning_megatron._torch.kernels import dump_allocations, record_allocations
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device, rank_metrics_of
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_megatron.optim.adafactor import Adafactor
     from lightning_megatron.optim.adamw import AdamW
     from lightning_megatron.optim.build import make_lr_schedule, make_optimizer
-    from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+    from lightning_megatron.optim.clip import PercentileClip, UnitClip, ZScoreClip
     from lightning_megatron.optim.layerwise_lr import layerwise_groups
     from lightning_megatron.optim.lion import Lion
     from lightning_megatron.optim.lr_schedules import (
@@ -33,12 +33,12 @@ _HOMES = {
     "AdamW": "adamw",
     "Lion": "lion",
     "Muon": "muon",
-    "PercentileClip": "clip_rules",
-    "UnitClip": "clip_rules",
+    "PercentileClip": "clip",
+    "UnitClip": "clip",
     "WarmupCosine": "lr_schedules",
     "WarmupInverseSqrt": "lr_schedules",
     "WarmupStableDecay": "lr_schedules",
-    "ZScoreClip": "clip_rules",
+    "ZScoreClip": "clip",
     "decay_groups": "param_groups",
     "layerwise_groups": "layerwise_lr",
     "make_optimizer": "build",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatron._torch import shard_of
+from lightning_megatron._torch.dtensor import shard_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.owner_all_to_all import gather_whole
 from lightning_megatron.optim.shard_spec import ShardSpec

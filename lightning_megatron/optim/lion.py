@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_signs_
+from lightning_megatron._torch.kernels import (
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sub_signs_,
+)
 from lightning_megatron.errors import at_least, below_one, raise_if_any
 from lightning_megatron.optim.quantized_state import (
     QuantizedStateOptimizer,

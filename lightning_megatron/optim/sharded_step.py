@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatron._torch import lend_gradients, shard_of, shards_of
+from lightning_megatron._torch.dtensor import lend_gradients, shard_of, shards_of
 from lightning_megatron.optim.shard_spec import ShardAware, ShardSpec
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(

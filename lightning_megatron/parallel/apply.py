@@ -26,14 +26,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_megatron._torch import has_hooks, move_outside_units
-from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron._torch.dtensor import has_hooks
+from lightning_megatron._torch.fsdp import move_outside_units
+from lightning_megatron.build.init import materialize
+from lightning_megatron.build.stored_tensor import StoredTensor
+from lightning_megatron.build.written_values import WrittenValues
+from lightning_megatron.layers.base import ParallelLayer, is_expert_layer
 from lightning_megatron.layers.context_exit import ContextExit
 from lightning_megatron.layers.experts.stack import Experts
-from lightning_megatron.layers.init import materialize
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.layers.stored_tensor import StoredTensor
-from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.parallel.activations.config import (
     ActivationConfig,
     blocks_to_recompute,
@@ -41,19 +42,20 @@ from lightning_megatron.parallel.activations.config import (
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.context_check.check import check_parts_of_sequences
-from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
-from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, is_expert_layer, units
-from lightning_megatron.parallel.tied_half_params import TiedHalfParams
-from lightning_megatron.parallel.whole_parameters import WholeParameters
-from lightning_megatron.parallel.zero import (
+from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
+from lightning_megatron.topology.coordinates import groups_along
+from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.tensor_shard import TensorShard
+from lightning_megatron.zero.data_parallel import (
     ComputeTypes,
     ShardingConfig,
     ZeroDataParallel,
     has_no_rows,
 )
-from lightning_megatron.topology.coordinates import groups_along
-from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.zero.fully_sharded import FullySharded, refuse_hooks
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
+from lightning_megatron.zero.tied_half_params import TiedHalfParams
+from lightning_megatron.zero.whole_parameters import WholeParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class ParallelModule:
     stages: tuple[range, ...] = ()
     """Item indices of every stage of the trunk; empty without a pipeline."""
     spare: Sequence[nn.Module] | None = None
-    """Skeleton of the trunk for another layout (`strategy.skeleton`), if there may be one."""
+    """Skeleton of the trunk for another layout (`parallel.skeleton`), if there may be one."""
 
 
 _LAYOUT = "_lightning_megatron_parallel"
@@ -160,7 +162,7 @@ def parallelize(
         module: real, or on the meta device.
         topology: the layout.
         transforms: what to do beside it.
-        written: values that tensors on meta were given (`layers.written_values`).
+        written: values that tensors on meta were given (`build.written_values`).
 
     Raises:
         ConfigError: the module does not fit the layout.

@@ -31,7 +31,7 @@ compiled, and a warning says so.
 
 Inside of a graph the output of a column-parallel layer is this rank's part as a plain tensor: what
 works along the split dim there (a softmax over features that tp splits) has to stand in a block
-that is not compiled. The logits of a compiled head are marked outside (`layers.split_tensor`).
+that is not compiled. The logits of a compiled head are marked outside (`whole.split_tensor`).
 
 Collectives of tp are operators of the graph (`comm.operators`): a block is one graph under tp as
 without, with sequence parallelism too, forward and backward. What breaks it are
@@ -53,14 +53,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ParallelLinear
-from lightning_megatron.layers.memory import own_graph, unwrapped
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
-from lightning_megatron.parallel.plan import class_name
+from lightning_megatron.whole.memory import own_graph, unwrapped
 
 Scope = Literal["none", "block", "model"]
 

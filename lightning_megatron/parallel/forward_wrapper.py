@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron._torch import shard_of
+from lightning_megatron._torch.dtensor import shard_of
 from lightning_megatron.layers.sequential import PipelineSequential
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
 

@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron._torch.fsdp import class_name
+from lightning_megatron.errors import ConfigError, whole_numbers
+from lightning_megatron.layers.base import ParallelLayer, is_expert_layer
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.context_problems import context_problems
 from lightning_megatron.parallel.item_flops import ItemFlops, count_item_flops
@@ -55,7 +55,7 @@ class PipelineConfig:
     """Which items go to which stage: ``"parameters"`` (what None stands for) or ``"flops"`` make
     contiguous stages of which the largest is as small as possible, embedding, head and loss
     included; ``"measured"`` begins with the first of these, measures some steps, and then moves
-    items between stages once, if that saves time (`strategy.tuners.partition`); a list holds
+    items between stages once, if that saves time (`tuning.partition`); a list holds
     the number of items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
     (`schedules.layout_string`)."""
     sequence_length: int | None = None
@@ -114,11 +114,8 @@ class PipelineConfig:
                 f"pp.scatter_gather={self.scatter_gather!r}: must be 'auto', True or False; "
                 "nearest valid: scatter_gather='auto'"
             )
-        if length is not None and (not isinstance(length, int) or length < 1):
-            problems.append(
-                f"pp.sequence_length={length!r}: must be a whole number of at least 1; "
-                "nearest valid: sequence_length=1"
-            )
+        if length is not None:
+            problems += [f"pp.{problem}" for problem in whole_numbers(1, sequence_length=length)]
         return problems
 
 
@@ -341,24 +338,6 @@ def units(module: nn.Module, wrap: Sequence[str] | None, min_numel: int) -> Iter
     trunks = [child for child in module.modules() if isinstance(child, PipelineSequential)]
     items = {item for trunk in trunks for item in trunk.items()}
     yield from _units(module, wrap, min_numel, owners, items)
-
-
-def is_expert_layer(module: nn.Module) -> bool:
-    """Whether the parameters of a layer lie over the axes of experts (`Topology.experts`)."""
-    return isinstance(module, ParallelLayer) and module.shard_axis == "ep"
-
-
-def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters of the layers of experts in a module."""
-    layers = filter(is_expert_layer, module.modules())
-    return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of a module's class, also where an earlier Trainer has sharded the module."""
-    own = type(module)
-    # FSDP2 derives a class of its own, from itself and from the original.
-    return (own.__mro__[2] if isinstance(module, FSDPModule) else own).__name__
 
 
 def _units(

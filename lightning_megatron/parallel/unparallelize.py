@@ -19,7 +19,7 @@ from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backe
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.forward_wrapper import BlockForward, unwrap
-from lightning_megatron.parallel.whole_parameters import WholeParameters
+from lightning_megatron.zero.whole_parameters import WholeParameters
 
 
 def is_whole(parallel: ParallelModule) -> bool:
@@ -42,7 +42,7 @@ def restore(parallel: ParallelModule) -> None:
             set_gemm_backend(child, None)
         if isinstance(child, ParallelLayer):
             child.withdraw()
-        child.__dict__.pop("meet", None)  # of models that generate
+        child.__dict__.pop("writers", None)  # of models that generate
         if isinstance(child, PipelineSequential):
             child.connect(None)
             child.split_sequences(None)

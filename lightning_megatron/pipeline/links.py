@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron.comm.point_to_point import Channel, DeviceChannel, InlineChannel
 from lightning_megatron.pipeline.scatter_gather import (
     ScatterGather,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch import tree_flatten, tree_map, tree_unflatten
+from lightning_megatron._torch.graphs import tree_flatten, tree_map, tree_unflatten
 from lightning_megatron.errors import ConfigError
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.layers.sequential import Relay
-from lightning_megatron.layers.split_tensor import SplitTensor
-from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.split_tensor import SplitTensor
+from lightning_megatron.whole.splits import marked, own_part, part_of, split_of, whole
 
 
 class StageRelay(Relay):

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.relay import StageRelay
@@ -46,6 +46,7 @@ from lightning_megatron.schedules.schedule import (
 )
 from lightning_megatron.topology.auxiliary_seeds import AuxiliarySeeds
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 Step = Callable[[int, bool], Any]
 """The user's step on a microbatch; the flag says whether it runs to its end."""
@@ -312,7 +313,7 @@ class Pipeline(Executor):
         """Idle time of the latest step, None if it was not measured; collective over the ranks."""
         if self._clock is None or self._measured is None or not self._measures:
             return None
-        return bubble(self._measured, self._pp.all_gather_object(self._clock.read()))
+        return bubble(self._measured, Peers.over(self._pp).all_gather(self._clock.read()))
 
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:

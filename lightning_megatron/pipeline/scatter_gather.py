@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.comm.collectives import start_gather
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.comm.point_to_point import Tree, describe, rebuild
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
@@ -152,7 +153,7 @@ class ScatterGather:
         text = hashlib.blake2b(json.dumps(structure).encode(), digest_size=16)
         for leaf in leaves:
             text.update(_as_bytes(leaf).cpu().numpy().tobytes())
-        alike = len(set(self._tp.all_gather_object(text.hexdigest()))) == 1
+        alike = len(set(Peers.over(self._tp).all_gather(text.hexdigest()))) == 1
         if not alike and self._tp.rank == 0:
             logger.info("messages %s differ over tp, and go whole from every rank", key)
         return alike

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.schedules.schedule import Action, Kind, Schedule
 from lightning_megatron.schedules.simulate import simulate

@@ -13,10 +13,10 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.parallel.gradients import GradientSet
-from lightning_megatron.parallel.zero import ComputeTypes
 from lightning_megatron.precision.loss_scale import SMALLEST, LossScale
 from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.zero.data_parallel import ComputeTypes
+from lightning_megatron.zero.gradients import GradientSet
 
 
 class Fp16Precision(ShardedPrecision, MixedPrecision):

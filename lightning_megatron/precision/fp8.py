@@ -23,17 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._torch import gather_through
+from lightning_megatron._torch.fsdp import gather_through
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import lists_of_names, raise_if_any, switches, whole_numbers
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.gemm import GemmBackend, GroupedGemm
 from lightning_megatron.layers.linear import ParallelLinear, Placement
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.fully_sharded import FullySharded
-from lightning_megatron.parallel.gradients import GradientSet, local
-from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
 from lightning_megatron.precision.fp8_blocks import BlockwiseGemm, lack_of_kernels
 from lightning_megatron.precision.fp8_experts import EachExpert, held_experts
@@ -59,6 +56,10 @@ from lightning_megatron.precision.fp8_torchao import TorchaoGemm
 from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, E5M2, MX_BLOCK
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.zero.fully_sharded import FullySharded
+from lightning_megatron.zero.gradients import GradientSet, local
+from lightning_megatron.zero.owned_rows import OwnedRows
+from lightning_megatron.zero.whole_parameters import WholeParameters
 
 log = logging.getLogger(__name__)
 
@@ -418,7 +419,7 @@ class Fp8Precision(MixedShardedPrecision):
             return counts
         rows = {name: h.history[: h.steps].tolist() for name, h in self._histories().items()}
         for axis in (topology.ep, topology.pp):
-            rows = {k: v for part in axis.all_gather_object(rows) for k, v in part.items()}
+            rows = {k: v for part in Peers.over(axis).all_gather(rows) for k, v in part.items()}
         return {**counts, "amax_history": rows}
 
     @override

@@ -14,7 +14,7 @@ value is 2**-4 away. So the products are equal to those without it, to the bit.
 The cost is one small all-reduce a step over the ranks that share the weights, and over tp. Only
 scales of whole tensors allow this; scales of rows and blocks differ between forward and backward.
 
-`Fp8Codec` packs rows of whole parameters (ZeRO 1 and 2, `parallel.row_gather`), `Fp8Extension`
+`Fp8Codec` packs rows of whole parameters (ZeRO 1 and 2, `zero.row_gather`), `Fp8Extension`
 shards for FSDP2 (ZeRO 3).
 """
 
@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_megatron._torch import keep_version, shard_of
+from lightning_megatron._torch.dtensor import shard_of
+from lightning_megatron._torch.graphs import keep_version
 from lightning_megatron.precision.scaling import E4M3, amax_of, quantise, scale_of
 from lightning_megatron.topology.mesh import Topology
 

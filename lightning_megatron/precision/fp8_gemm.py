@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron._torch import scaled_mm
+from lightning_megatron._torch.kernels import scaled_mm
 from lightning_megatron.precision.scaling import (
     ALIGNMENT,
     E4M3,

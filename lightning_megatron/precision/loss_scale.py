@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import unscale_
+from lightning_megatron._torch.kernels import unscale_
 from lightning_megatron.errors import holds, raise_if_any, whole_numbers
 
 SMALLEST = 2.0**-16

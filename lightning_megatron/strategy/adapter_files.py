@@ -19,14 +19,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.adoption.classes import CopiedWhole, become, own_class
 from lightning_megatron.checkpoint.gather_state import gather_named
-from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.strategy.pretrained_models import (
-    Rendezvous,
-    common_key,
-    refuse_copy_of_part,
-)
-
-_KEY = "lightning_megatron/save_adapters"
+from lightning_megatron.comm.peers import Peers
+from lightning_megatron.launch.store_barrier import StoreBarrier
+from lightning_megatron.strategy.pretrained_models import refuse_copy_of_part
 
 
 class SavedAdapters(CopiedWhole):
@@ -48,7 +43,7 @@ class SavedAdapters(CopiedWhole):
             save(self, save_directory, *args, **kwargs)
             return
         what = f"save_pretrained({os.fspath(save_directory)!r})"
-        divided.await_all(what)
+        divided.barrier.require_all(what)
         state = divided.gather(options["selected_adapters"], options["save_embedding_layers"])
 
         def write(_: list[None]) -> None:
@@ -65,30 +60,20 @@ class _Divided:
         model: the model.
         name: its name there.
         group: all ranks, for objects; None for the default group.
-        key: beginning of the keys in the store, which no other run has.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        model: nn.Module,
-        name: str,
-        group: dist.ProcessGroup | None,
-        key: str,
+        self, module: nn.Module, model: nn.Module, name: str, group: dist.ProcessGroup | None
     ) -> None:
         self._module = module
-        self._rendezvous = Rendezvous(f"{key}/{name}")
-        self.peers = Peers(group)
+        self.peers = peers = Peers(group)
+        self.barrier = StoreBarrier(f"save adapters {name}", range(peers.size), peers.rank)
         self._prefix = f"{name}." if name else ""
         self.whole: Any = _without_values(model, {})
 
     def refuse_copy(self) -> None:
         """Raise a `ConfigError` if this rank holds a part of the model."""
         refuse_copy_of_part(self._module)
-
-    def await_all(self, what: str) -> None:
-        """Wait until all ranks have come; raises a `ConfigError` if some do not."""
-        self._rendezvous(what, self.peers)
 
     def gather(self, adapters: list[str] | None, embeddings: Any) -> dict[str, Tensor]:
         """Gather what PEFT saves of some adapters on the first rank; collective."""
@@ -150,10 +135,8 @@ def save_adapters_together(module: nn.Module, group: dist.ProcessGroup | None) -
         module: the LightningModule.
         group: all ranks, for objects; None for the default group.
     """
-    models = list(_models(module))
-    key = common_key(_KEY, group) if models else ""
-    for name, model in models:
-        divided = _Divided(module, model, name, group, key)
+    for name, model in _models(module):
+        divided = _Divided(module, model, name, group)
         become(model, SavedAdapters).__dict__["_divided"] = divided
 
 

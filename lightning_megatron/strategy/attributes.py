@@ -18,15 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, Metric
 
-from lightning_megatron._lightning import (
-    UPDATE_COUNT,
-    forget_computed,
-    initial_states,
-    is_of_hyper_parameters,
-)
+from lightning_megatron._lightning.hooks import is_of_hyper_parameters
+from lightning_megatron._lightning.results import UPDATE_COUNT, forget_computed, initial_states
 from lightning_megatron.comm.objects import dump, load
-from lightning_megatron.layers.memory import on_memory, weights_in_parts
 from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.whole.memory import on_memory, weights_in_parts
 
 OF_A_PROCESS = (
     *(nn.Module, nn.Parameter, Optimizer, Trainer, Callback, LightningDataModule),

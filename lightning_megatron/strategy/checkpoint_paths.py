@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_megatron._lightning import show_checkpoint_path
+from lightning_megatron._lightning.connectors import show_checkpoint_path
 from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.directory.retention import Rotation
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path

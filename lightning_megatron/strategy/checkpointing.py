@@ -18,7 +18,6 @@ has to find.
 import logging
 import os
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,8 +37,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
-from lightning_megatron._torch import default_store
+from lightning_megatron._lightning.connectors import collect_checkpoint
+from lightning_megatron._lightning.hooks import call_module_hook
+from lightning_megatron._lightning.results import uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
@@ -61,11 +61,11 @@ from lightning_megatron.checkpoint.load.module_state import edits_loaded
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.memory import parts_of_weights
+from lightning_megatron.launch.store_barrier import StoreBarrier
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.run_log.sections import CHECKPOINT
 from lightning_megatron.strategy.checkpoint_paths import (
@@ -81,6 +81,7 @@ from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.degrees import AXES
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import parts_of_weights
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +91,8 @@ KEY = "lightning_megatron"
 _LEAVE_S = 5.0
 """Seconds that a run which ends with an error waits for a local checkpoint in flight."""
 
-
 PATIENCE_S = 20.0
 """Seconds that a rank that fails waits for the others to fail as well."""
-
-_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-"""Seconds between two looks at the store, which thousands of ranks ask: at first, and at last."""
-_ENDING_KEY = "lightning_megatron/ending"
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,9 @@ class Checkpointing:
         )
         if looks or self._run.parallel.topology.pp.size == 1:
             return looks or edits_state(module)
-        return any(Peers(self._run.host_group).collect(edits_state(module)))  # of this stage alone
+        return any(
+            Peers(self._run.host_group).all_gather(edits_state(module))
+        )  # of this stage alone
 
     def end_view(self) -> None:
         """Let ``state_dict`` be what it is outside of the hooks that save and load."""
@@ -309,11 +307,27 @@ class Checkpointing:
         cause = sys.exc_info()[1]  # which Lightning is handling
         if cause is None or self._run.trainer.state.status != TrainerStatus.INTERRUPTED:
             return
-        if all_ranks_end():
+        if self._all_ranks_end():
             return
         logger.warning("%s is not saved: not all ranks have failed", path)
         self.abandon()  # teardown is not reached
         raise cause
+
+    def _all_ranks_end(self) -> bool:
+        """Whether all ranks call this for the same time; waits for them, but not for ever.
+
+        ModelCheckpoint(save_on_exception=True) saves when training ends with an error, and saving
+        is collective. An interrupt, or an error that comes of the data, reaches all ranks; but
+        where one rank fails alone its peers wait for it in a collective of training, with which
+        those of the save would pair up: all of them would hang until the timeout, and nobody would
+        read the error. So the ranks meet at the store first.
+        """
+        everyone = Peers()
+        barrier = StoreBarrier("ending", range(everyone.size), everyone.rank)
+        try:
+            return barrier.wait(PATIENCE_S, again=False)
+        except RuntimeError:  # whoever held the store is gone
+            return False
 
     # The saver -----------------------------------------------------------------------------------
 
@@ -522,7 +536,7 @@ class Checkpointing:
             or any(type(c).on_load_checkpoint is not Callback.on_load_checkpoint for c in callbacks)
             or edits_loaded(module)
         )
-        return any(Peers(self._run.host_group).collect(looks))
+        return any(Peers(self._run.host_group).all_gather(looks))
 
     def _go_on(
         self, trainer: Trainer, reader: CheckpointReader, checkpoint: dict[str, Any]
@@ -621,31 +635,3 @@ class Checkpointing:
             if group is not None:
                 topology.keep(group)
         self._background_group = self._local_group = None
-
-
-def all_ranks_end() -> bool:
-    """Whether all ranks call this for the same time; waits for them, but not for ever.
-
-    ModelCheckpoint(save_on_exception=True) saves when training ends with an error, and saving is
-    collective. An interrupt, or an error that comes of the data, reaches all ranks; but where one
-    rank fails alone its peers wait for it in a collective of training, with which those of the save
-    would pair up: all of them would hang until the timeout, and nobody would read the error. So the
-    ranks first ask each other, by way of the store through which they found each other, which no
-    collective blocks.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        store = default_store()
-        number = store.add(f"{_ENDING_KEY}/rank {dist.get_rank()}", 1)
-        key = f"{_ENDING_KEY}/{number}"
-        count = store.add(key, 1)
-        pause = _PAUSE_S
-        while count < dist.get_world_size() and time.monotonic() < deadline:
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
-            count = store.add(key, 0)
-    except RuntimeError:  # whoever held the store is gone
-        return False
-    return bool(count >= dist.get_world_size())

@@ -1,12 +1,25 @@
 """Reading what users have written in modules and callbacks, as far as code tells.
 
-What a run has to prepare for (somebody looks at gradients) is found by the names that functions
-mention. A name says little, so whoever asks does too much rather
-than too little where it is there.
+ZeRO 1 and 2 bring each gradient to the rank that owns it. Users may look at ``.grad`` all the same,
+to clip, log or change it, and see then what they would see under ``DistributedDataParallel``: the
+whole mean. Where they exist to look, gradients are reduced whole at once, an all-reduce in place of
+a reduce-scatter:
+
+* under manual optimization, where the step itself may;
+* where the module or a callback overrides a hook that runs between the backward and the moment
+  when gradients are cleared (`HOOKS`).
+
+Whoever looks anywhere else gathers what the owners have (`whole.divided_gradient`). Callbacks of
+Lightning and of this package do not count: the former look at no gradient, the latter know where
+gradients are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_megatron.", "torch.", "builtins")
 
@@ -73,3 +86,33 @@ def _names_of(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_of(constant)
+
+
+HOOKS = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks of modules and callbacks that exist to look at gradients, or can."""
+
+
+def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether hooks of the module or of a callback of the user's are there to see gradients."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return not module.automatic_optimization or any(
+        name in HOOKS for observer in (module, *callbacks) for name, _ in own_functions(observer)
+    )
+
+
+def transforms_batches(module: LightningModule) -> bool:
+    """Whether hooks of the module or of its data change a batch before it is trained on."""
+    sources = (module, getattr(module.trainer, "datamodule", None))
+    return any(
+        source is not None and is_overridden(hook, source)
+        for source in sources
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
+    )

@@ -1,9 +1,9 @@
 """Collectives with the meaning that Lightning and users' code expect of them.
 
-``barrier``, ``broadcast`` and ``reduce_boolean_decision`` concern the whole job: all processes call
-them. ``reduce`` and ``all_gather`` without a group concern the *batch* ranks, which saw different
-samples: tp peers hold the same values and other pipeline stages none, and inside a step only the
-ranks of one stage reach the call. With an explicit group they concern that group.
+``barrier`` concerns the whole job: all processes call it. ``reduce`` and ``all_gather`` without a
+group concern the *batch* ranks, which saw different samples: tp peers hold the same values and
+other pipeline stages none, and inside a step only the ranks of one stage reach the call. With an
+explicit group they concern that group.
 """
 
 import math
@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_megatron._torch import start_all_gather
+from lightning_megatron._torch.collectives import start_all_gather
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 
 def barrier(device: torch.device) -> None:
@@ -33,15 +33,6 @@ def barrier(device: torch.device) -> None:
         dist.barrier(device_ids=[device.index])
     else:
         dist.barrier()
-
-
-def broadcast(obj: Any, src: int) -> Any:
-    """``obj`` of global rank ``src``, on all processes."""
-    if not dist.is_initialized():
-        return obj
-    box = [obj]
-    dist.broadcast_object_list(box, src)
-    return box[0]
 
 
 def reduce(
@@ -86,15 +77,6 @@ def all_gather(
         gathered: Tensor = _AllGather.apply(tensor, group, size)  # type: ignore[no-untyped-call]
         return gathered
     return _gather(tensor.detach(), group, size)
-
-
-def agree(decision: bool, device: torch.device, *, all: bool) -> bool:
-    """Whether all (or any) of the processes of the job decided so."""
-    if not dist.is_initialized():
-        return decision
-    votes = torch.tensor(int(decision), device=device)
-    dist.all_reduce(votes)
-    return bool(votes == dist.get_world_size()) if all else bool(votes)
 
 
 class MonitoredValues:

@@ -3,7 +3,7 @@
 Lightning's handler of SIGTERM broadcasts, and that of Slurm's requeue signal saves a checkpoint:
 from wherever a rank is at that moment, while its peers are somewhere else. A signal that reaches
 one rank only then pairs its broadcast with their gradients, and all hang. Here a handler notes the
-signal (`fault_tolerance.preemption.signals`), the note rides on the votes of every batch
+signal (`fault_tolerance.signals`), the note rides on the votes of every batch
 (`comm.votes`), and when that batch is over, all ranks leave by `SIGTERMException`.
 
 Before they do, whoever registered as `stop.before_leaving` may save a checkpoint. What comes
@@ -18,6 +18,8 @@ Evaluation is ended likewise where all ranks have the same number of batches, wh
 its beginning; elsewhere a signal waits for its end.
 """
 
+import os
+import signal
 import subprocess
 import time
 import zlib
@@ -26,10 +28,15 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.connectors import cluster_environment
+from lightning_megatron._lightning.hooks import trainer_of
+from lightning_megatron._lightning.launch import take_children
+from lightning_megatron._lightning.loops import (
     broadcast_no_signals,
     end_batch,
     end_epoch,
@@ -37,23 +44,117 @@ from lightning_megatron._lightning import (
     is_last_batch,
     replace_end_of_batch,
     replace_end_of_epoch,
-    replace_signal_connector,
     say_validation_has_begun,
-    signal_connector,
-    take_children,
-    trainer_of,
     validates_after_batch,
+)
+from lightning_megatron._lightning.signals import (
+    SignalConnector,
+    chain_of,
+    parts_of_chain,
+    replace_signal_connector,
+    signal_connector,
 )
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
+from lightning_megatron.fault_tolerance.signals import Stop, StopFlag, interrupt_once
 from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.run import Run
-from lightning_megatron.strategy.stop_connector import StopConnector
 
 _PATIENCE_S = 20.0
 """Seconds in which the processes that Lightning started may leave by themselves."""
+
+
+_INTERRUPTS = (signal.default_int_handler, interrupt_once)
+
+
+class StopConnector(SignalConnector):
+    """Handlers that a Trainer installs when it runs, and takes back at the end.
+
+    Args:
+        trainer: whose handlers these are.
+        flag: what they set.
+        signals: that end the run, beside SIGTERM.
+        replaces_requeue: whether someone else sees to Slurm's requeue.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        flag: StopFlag,
+        signals: tuple[int, ...],
+        *,
+        replaces_requeue: bool,
+    ) -> None:
+        super().__init__(trainer)
+        self._flag = flag
+        self._signals = signals
+        self._replaces_requeue = replaces_requeue
+        self.requeue_signal: int | None = None
+        """Signal of Slurm to save the job and queue it again; None if others see to it.
+        """
+
+    @override
+    def register_signal_handlers(self) -> None:
+        self.received_sigterm = False
+        _dismiss_flags()
+        self.keep_handlers()
+        self._flag.clear()
+        numbers = {signal.SIGTERM, *self._signals}
+        self.requeue_signal = None
+        environment = cluster_environment(self.trainer)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            asks = environment.requeue_signal or signal.SIGUSR1
+            numbers.add(asks)
+            if not self._replaces_requeue:
+                self.requeue_signal = asks
+        for number in numbers:
+            existing = signal.getsignal(number)
+            handlers: list[Any] = [self._flag]
+            # Python's own handler of interrupts would break off the batch.
+            if callable(existing) and existing not in _INTERRUPTS:
+                handlers.append(existing)
+            self.install(number, handlers)
+        self._flag.speaks = self.trainer.is_global_zero
+        self._flag.watch(numbers)
+
+    def requeue(self) -> None:
+        """Save a checkpoint and have Slurm queue the job again; collective."""
+        assert self.requeue_signal is not None
+        self.save_and_requeue(self.requeue_signal)
+
+    @override
+    def teardown(self) -> None:
+        had = self.keeps_handlers
+        super().teardown()
+        self._flag.release()
+        number, acted = self._flag.number, self.received_sigterm
+        self._flag.clear()
+        failed = self.trainer.state.status == TrainerStatus.INTERRUPTED
+        if had and number and not acted and not failed:
+            # No batch was left to agree in: let it do what it does after the run.
+            os.kill(os.getpid(), number)
+
+
+def _dismiss_flags() -> None:
+    """Take away the handlers of a run that was never torn down, which nobody asks any more."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        existing = signal.getsignal(number)
+        others = _without_flags(existing)
+        if others != [existing]:
+            signal.signal(number, chain_of(others))
+
+
+def _without_flags(handler: Any) -> list[Any]:
+    if isinstance(handler, StopFlag):
+        return []
+    parts = parts_of_chain(handler)
+    if parts is None:
+        return [handler]
+    kept = [_without_flags(part) for part in parts]
+    if all(part == [one] for part, one in zip(kept, parts, strict=True)):
+        return [handler]
+    return [one for part in kept for one in part]
 
 
 class CoordinatedStop:

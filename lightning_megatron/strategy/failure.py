@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron import env
-from lightning_megatron._torch import default_store, own_connection
+from lightning_megatron._torch.groups import default_store, own_connection
 from lightning_megatron.errors import MegatronError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.failures.board import (
@@ -28,7 +28,7 @@ from lightning_megatron.fault_tolerance.failures.board import (
 )
 from lightning_megatron.fault_tolerance.failures.peer_watch import PeerWatch
 from lightning_megatron.fault_tolerance.failures.root_cause import is_echo, write_error_file
-from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
+from lightning_megatron.fault_tolerance.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.run_log.events import PEER_LOST

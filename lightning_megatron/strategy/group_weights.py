@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import asks_classes
-from lightning_megatron.layers.splits import place_of
-from lightning_megatron.layers.stage_weights import StageTensor, StageWeights
+from lightning_megatron._torch.graphs import asks_classes
+from lightning_megatron.whole.splits import place_of
+from lightning_megatron.whole.stage_weights import StageTensor, StageWeights
 
 
 class GroupWeights(list[Any]):

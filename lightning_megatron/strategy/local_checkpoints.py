@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import SaveOutcome
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.strategy.checkpoint_paths import checkpoint_places
 

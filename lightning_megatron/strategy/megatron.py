@@ -39,24 +39,23 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
-    LauncherBase,
-    LaunchingStrategy,
-    avoid_inference_mode,
-    hide_pytree_warning,
+from lightning_megatron._lightning.hooks import (
     keep_precision,
-    limit_threads,
-    replace_monitored_value,
-    runs_last_batch,
     set_device_mesh,
     synchronizes_batch_norm,
 )
+from lightning_megatron._lightning.launch import LauncherBase, LaunchingStrategy, limit_threads
+from lightning_megatron._lightning.loops import (
+    avoid_inference_mode,
+    replace_monitored_value,
+    runs_last_batch,
+)
+from lightning_megatron._lightning.warnings import hide_pytree_warning
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
-from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.optim.gathered_step import check_optimizer
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.apply import (
@@ -64,11 +63,8 @@ from lightning_megatron.parallel.apply import (
     remember_layout,
 )
 from lightning_megatron.parallel.compile import CompileConfig
-from lightning_megatron.parallel.fully_sharded import FullySharded
-from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.unparallelize import is_whole
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.precision.sharded import ShardedPrecision
@@ -78,6 +74,7 @@ from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
+from lightning_megatron.strategy.code_inspection import looks_at_gradients, transforms_batches
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.batch_shares import BatchShares, MeasuredShares
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
@@ -89,7 +86,6 @@ from lightning_megatron.strategy.module_layout import (
     host_group_along_pp,
     stand_ins,
 )
-from lightning_megatron.strategy.observers import looks_at_gradients, transforms_batches
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
@@ -100,18 +96,22 @@ from lightning_megatron.strategy.rank_options import named_options
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.sharded_errors import explain
 from lightning_megatron.strategy.stage_state import StepState
-from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch
 from lightning_megatron.strategy.step.steps import Steps
 from lightning_megatron.strategy.step_recovery import StepRecovery
-from lightning_megatron.strategy.tuners.partition import MeasuredPartition
-from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
-from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
-from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.strategy.weight_watch import WeightWatch
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.expert_layout import ExpertConfig
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
+from lightning_megatron.tuning.fit_memory import FittingMicrobatch
+from lightning_megatron.tuning.partition import MeasuredPartition
+from lightning_megatron.tuning.recomputation import AdaptiveMemory
+from lightning_megatron.tuning.schedule import AUTO, AutoSchedule
+from lightning_megatron.tuning.tuner import Tuner
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.zero.data_parallel import ShardingConfig
+from lightning_megatron.zero.fully_sharded import FullySharded
+from lightning_megatron.zero.gradients import GradientSet
 
 
 class MegatronStrategy(LaunchingStrategy):
@@ -131,11 +131,11 @@ class MegatronStrategy(LaunchingStrategy):
             way in which tokens reach them. They are some of the ranks of dp, cp and tp, so that ep
             does not change the number of processes.
         zero: 0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces
-            them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
-            the number of copies of the shards, what waits in host memory and more.
+            them every microbatch; 3 shards parameters too (see `zero.data_parallel`). Or the same
+            with the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch, or ``"auto"`` for as many as every rank has memory
-            for (`strategy.step.fit_memory`).
+            for (`tuning.fit_memory`).
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
             4 per pipeline rank under a pipeline.
         global_batch_size: samples of an optimizer step over all data-parallel ranks; the strategy
@@ -558,7 +558,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.data.check(batch, self.trainer, self.topology, self.host_group)
+        self.data.check(batch, self)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
         self.data.begin_batch(batch_idx)
@@ -596,6 +596,7 @@ class MegatronStrategy(LaunchingStrategy):
                     output = step.run((*args, *kwargs.values()))
                 for tuner in self.tuners:
                     tuner.after_batch(step.count)
+            self.steps.before_zero_grad()
             if not self.module.automatic_optimization:  # then this is the whole batch
                 self.stop.vote()
         if not self.module.automatic_optimization:
@@ -834,7 +835,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of global rank ``src``, on all processes."""
-        return collectives.broadcast(obj, src)
+        return Peers().broadcast(obj, src)
 
     @override
     def reduce(
@@ -871,7 +872,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) of the processes of the job decided so."""
-        return collectives.agree(decision, self.root_device, all=all)
+        return Peers().vote(decision, self.root_device, all=all)
 
     # End ------------------------------------------------------------------------------------------
 

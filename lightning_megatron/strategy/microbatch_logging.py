@@ -22,7 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.results import (
     count_first_update,
     count_update,
     replaced_log,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.summary import (
     Summary,
     format_table,
     replace_printing,
@@ -29,8 +29,8 @@ from lightning_megatron._lightning import (
     restore_summary,
     summary_depth,
 )
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.plan import class_name
+from lightning_megatron._torch.fsdp import class_name
+from lightning_megatron.whole.memory import own_weights
 
 _CENSUS = "_lightning_megatron_census"
 """Attribute under which a module remembers what it was, for a second Trainer."""

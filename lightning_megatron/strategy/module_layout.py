@@ -20,12 +20,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron import env
-from lightning_megatron._lightning import call_module_hook, set_device_mesh
+from lightning_megatron._lightning.hooks import call_module_hook, set_device_mesh
 from lightning_megatron.adoption.adapters import join_adapters
+from lightning_megatron.build.meta_build import Attempt, refuse_spread
+from lightning_megatron.build.written_values import WrittenValues
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
-from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.apply import (
     ParallelModule,
@@ -36,19 +38,18 @@ from lightning_megatron.parallel.apply import (
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.plan import MEASURED
+from lightning_megatron.parallel.skeleton import skeleton_of
 from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.adapter_files import (
     save_adapters_alone,
     save_adapters_together,
 )
-from lightning_megatron.strategy.meta_build import Attempt, refuse_spread
 from lightning_megatron.strategy.model_summary import leave_summaries, remember_whole
 from lightning_megatron.strategy.preflight.averaging import averages
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.pretrained_models import note_whole_models, save_alone
 from lightning_megatron.strategy.run import Run
-from lightning_megatron.strategy.skeleton import skeleton_of
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 
 
@@ -87,7 +88,7 @@ class ModuleLayout:
             return earlier.topology
         seed = env.global_seed()
         if seed is None:
-            seed = int(collectives.broadcast(random.SystemRandom().getrandbits(31), 0))
+            seed = int(Peers().broadcast(random.SystemRandom().getrandbits(31)))
         topology = Topology(
             degrees,
             run.root_device,
@@ -138,10 +139,10 @@ class ModuleLayout:
         if self._run.world_size == 1:
             return self._written is not None
         mine = None if self._written is None else self._written.signature()
-        return self._all_agree(mine is not None and mine == collectives.broadcast(mine, 0))
+        return self._all_agree(mine is not None and mine == Peers().broadcast(mine))
 
     def _all_agree(self, decision: bool) -> bool:
-        return collectives.agree(decision, self._run.root_device, all=True)
+        return Peers().vote(decision, self._run.root_device, all=True)
 
     def put(self, *, sync_batch_norm: bool) -> ParallelModule:
         """The module on its layout; collective.

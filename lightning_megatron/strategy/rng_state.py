@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.chunks import Chunk, clean_name
-from lightning_megatron.layers.memory import own_weights
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_generators
+from lightning_megatron.whole.memory import own_weights
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from lightning_megatron._lightning import LauncherBase
+from lightning_megatron._lightning.launch import LauncherBase
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision

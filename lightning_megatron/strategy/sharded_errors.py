@@ -3,7 +3,7 @@
 Under ZeRO 3 parameters and gradients are DTensors, of which a rank holds a part; weights are whole
 only while the forward of the module runs that owns them. torch says so in words that name neither
 the module nor a way out: `explain` replaces them. What would not fail is made true by
-`layers.weights`.
+`whole.weights`.
 """
 
 import re

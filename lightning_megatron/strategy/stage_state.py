@@ -31,9 +31,9 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_megatron.comm.objects import ObjectBroadcast, StaysInProcessError, dump
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.strategy.attribute_changes import MISSING, Change, Look, apply, changes
 from lightning_megatron.strategy.attributes import (
     OF_A_PROCESS,
@@ -44,6 +44,7 @@ from lightning_megatron.strategy.attributes import (
     value_of,
 )
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import whole
 
 NAME = "shared_between_stages"
 """Class attribute of a module with the names of what no look can see."""
@@ -145,7 +146,7 @@ class StepState:
             return
         mine = {key: now for key, _, now in self._digests() if key in asked}
         kept = [] if self._gives else [key for key, now in mine.items() if noted.get(key) == now]
-        everywhere = {key for part in self._pp.all_gather_object(kept) for key in part}
+        everywhere = {key for part in Peers.over(self._pp).all_gather(kept) for key in part}
         lost = sorted(dotted(*key) for key in everywhere if asked[key] is None)
         if lost:
             raise ConfigError(

@@ -1,22 +1,27 @@
-"""The part of the strategy that lets user's code see whole weights where ranks have parts."""
+"""The part of the strategy that lets user's code see whole weights and gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatron._torch import WRAPPER_NAMES
-from lightning_megatron.layers.memory import on_memory
+from lightning_megatron._torch.graphs import WRAPPER_NAMES
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.layers.stage_weights import StageBuffer, StageWeight, StageWeights
-from lightning_megatron.layers.weights import WeightParts
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
-from lightning_megatron.parallel.weight_places import place_of_role, weight_places
 from lightning_megatron.strategy.group_weights import GroupWeights
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.divided_gradient import DividedGradients
+from lightning_megatron.whole.memory import on_memory
+from lightning_megatron.whole.places import Place
+from lightning_megatron.whole.stage_weights import StageBuffer, StageWeight, StageWeights
+from lightning_megatron.whole.weights import WeightParts
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
 
 class WeightWatch:
@@ -29,6 +34,7 @@ class WeightWatch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._parts: WeightParts | None = None
+        self._divided: DividedGradients | None = None
         self._stages: StageWeights | None = None
         self._goes_on = False
         """Whether the run is between two layouts."""
@@ -38,18 +44,23 @@ class WeightWatch:
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._show_stages(gradients, trunk)
-        self._parts = WeightParts(weight_places(gradients, self._stages))
-        for optimizer in self._run.optimizers if self._stages is not None else ():
+        places = weight_places(gradients, self._stages)
+        self._parts = WeightParts(places)
+        self._divided = DividedGradients(gradients.hidden)
+        self._let_clear(gradients)
+        parts = bool(places) or self._stages is not None  # a stage may have no weights
+        for optimizer in self._run.optimizers if parts else ():
             self.show_groups(optimizer)
             vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
 
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
+        for optimizer in self._run.optimizers if self._parts is not None else ():
+            vars(optimizer).pop("zero_grad", None)
         if stages is not None:
             stages.sees_all = stages.alive = False
             for optimizer in self._run.optimizers:
-                vars(optimizer).pop("zero_grad", None)
                 for group in optimizer.param_groups:
                     group["params"] = list.copy(group["params"])
             for item in self._run.module.modules():
@@ -57,9 +68,26 @@ class WeightWatch:
                     item.show(None)
                 elif isinstance(item, PipelineSequential):
                     vars(item).pop("around_items", None)
+        if self._divided is not None:
+            vars(self._run.module).pop("zero_grad", None)
+            self._divided.end()
+            self._divided = None
         if self._parts is not None:
             self._parts.end()
             self._parts = None
+
+    def _let_clear(self, gradients: GradientSet) -> None:
+        """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
+        module = self._run.module
+        if not gradients.hidden or type(module).zero_grad is not nn.Module.zero_grad:
+            return
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if set_to_none:
+                gradients.forget_rows()
+            nn.Module.zero_grad(module, set_to_none)
+
+        vars(module)["zero_grad"] = zero_grad
 
     def let_go(self) -> None:
         """Forget the weights of a layout, until `follow` knows another."""
@@ -72,13 +100,15 @@ class WeightWatch:
             self._goes_on = False
             self.begin()
 
-    @contextmanager
-    def on_own_stage(self) -> Iterator[None]:
+    def on_own_stage(self) -> AbstractContextManager[None]:
         """Context of steps and of this library: with the weights of the own stage, as they are."""
         stages, parts = self._stages, self._parts
         if stages is None or parts is None or not stages.sees_all:
-            yield
-            return
+            return nullcontext()
+        return self._hidden(stages, parts)
+
+    @contextmanager
+    def _hidden(self, stages: StageWeights, parts: WeightParts) -> Iterator[None]:
         stages.sees_all, whole = False, parts.hide()
         try:
             yield
@@ -116,7 +146,7 @@ class WeightWatch:
         for name, item in zip(trunk.item_names, trunk.items(), strict=True):
             if not isinstance(item, RemoteItem):
                 mine[name] = self._describe(item, roles, groups)
-        ranks: Sequence[Mapping[str, _Item]] = topology.pp.all_gather_object(mine)
+        ranks: Sequence[Mapping[str, _Item]] = Peers.over(topology.pp).all_gather(mine)
         known: dict[str, StageWeight] = {}
         for items in ranks:  # a weight that several have belongs to the first
             for found in items.values():
@@ -172,3 +202,42 @@ def _plain(name: str) -> str:
     for wrapper in WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
+
+
+def weight_places(
+    gradients: GradientSet, stages: StageWeights | None = None
+) -> list[tuple[nn.Parameter, Place]]:
+    """Return the parameters of which this rank has a part, or one of several copies, and where.
+
+    Args:
+        gradients: with the parameters.
+        stages: weights of all stages of a pipeline; None without one.
+    """
+    found: list[tuple[nn.Parameter, Place]] = []
+    for role in gradients.roles:
+        place = place_of_role(role, gradients.topology)
+        if stages is not None and not role.outside and role.name in stages.names:
+            place = replace(place, stages=stages, owner=stages.known(role.name).owner)
+        if place.is_cut or place.copies > 1 or place.stages is not None:
+            found.append((role.parameter, place))
+    return found
+
+
+def place_of_role(role: ParameterRole, topology: Topology) -> Place:
+    """Return the place of a parameter, but for its stage."""
+    shard, layer = role.shard, role.axes(topology).layer
+    cut = shard is not None and shard.dim is not None and layer.size > 1
+    weight = role.parameter
+    rows = weight if isinstance(weight, DTensor) else None
+    learners = layer.group if cut and layer is topology.ep else None
+    summed = shard is not None and shard.sum_gradients and topology.tp.size > 1
+    return Place(
+        name=role.name,
+        topology=topology,
+        shape=torch.Size(weight.shape if shard is None else shard.full_shape),
+        shard=shard,
+        axis=layer if cut else None,
+        rows=rows,
+        copies=topology.tp.size if summed else 1,
+        learners=learners if rows is None else topology.loss.group,
+    )

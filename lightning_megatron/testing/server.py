@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lightning_megatron._torch import forget_meshes
+from lightning_megatron._torch.dtensor import forget_meshes
 from lightning_megatron.testing.worker import serve
 
 DONE = "done"

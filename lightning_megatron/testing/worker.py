@@ -27,11 +27,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_megatron._torch import (
-    abandon_process_groups,
-    forget_meshes,
-    restart_group_names,
-)
+from lightning_megatron._torch.dtensor import forget_meshes
+from lightning_megatron._torch.groups import abandon_process_groups, restart_group_names
 from lightning_megatron.testing.failures import Failure
 from lightning_megatron.topology.mesh import close_outlived
 

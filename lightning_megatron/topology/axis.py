@@ -1,7 +1,6 @@
 """Place of this process on one axis of the layout, and the axis' process group."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -26,27 +25,17 @@ class Axis:
     in axis order."""
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
     """Meter of what this rank sends over the axis."""
+    size: int = field(init=False, compare=False, repr=False)
+    """Degree of the axis."""
     key: str = field(init=False, compare=False, repr=False)
     """Key of `axis_of`: the name of the group, which is unique."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))  # layers ask for it in every call
         object.__setattr__(self, "key", "" if self.group is None else self.group.group_name)
         known = _axes.get(self.key)
         if known is None or known.group is not self.group:
             _axes[self.key] = self  # axes with the same ranks share a group: the first made
-
-    @property
-    def size(self) -> int:
-        """Degree of the axis."""
-        return len(self.ranks)
-
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        """Gather an object of every rank, in axis order; collective over the axis."""
-        if self.group is None:
-            return [mine]
-        by_group_rank: list[Any] = [None] * self.size
-        dist.all_gather_object(by_group_rank, mine, group=self.group)
-        return [by_group_rank[dist.get_group_rank(self.group, rank)] for rank in self.ranks]
 
     def forget_group(self) -> None:
         """Drop a group that was destroyed: its threads live as long as a reference to it."""

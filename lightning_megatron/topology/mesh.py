@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_megatron._torch import forget_meshes, is_known, mend_operation_keys, split_world
+from lightning_megatron._torch.dtensor import forget_meshes, mend_operation_keys
+from lightning_megatron._torch.groups import is_known, split_world
 from lightning_megatron.topology.auxiliary_seeds import AuxiliarySeeds
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context import Context

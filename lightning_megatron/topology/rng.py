@@ -39,7 +39,7 @@ def derive_seed(seed: int, *names: object) -> int:
     >>> derive_seed(1, "a") == derive_seed(1, "a"), derive_seed(1, "a") == derive_seed(1, "b")
     (True, False)
     """
-    text = "\x1f".join(str(part) for part in (seed, *names))
+    text = "\x1f".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -152,11 +152,16 @@ def _advance(device: torch.device) -> int:
     generator is a seed and an offset, a multiple of four.
     """
     if device.type != "cuda":
-        return int(torch.empty((), dtype=torch.int64).random_())
+        return _draw()
     seed, offset = torch.cuda.get_rng_state(device).view(torch.int64).tolist()
     moved = torch.tensor([seed, offset + 4], dtype=torch.int64).view(torch.uint8)
     torch.cuda.set_rng_state(moved, device)
     return derive_seed(seed, offset)
+
+
+def _draw() -> int:
+    """63 bits of PyTorch's default generator on the host."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class StepSeeds:
@@ -192,13 +197,15 @@ class StepSeeds:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Context of all microbatches of a batch; collective over the ranks of the model."""
-        drawn = torch.empty(3, dtype=torch.int64)
-        drawn[0].random_()
-        drawn[1] = random.getrandbits(63)
-        drawn[2] = int(numpy.random.randint(1 << 62, dtype=numpy.int64))
+        self._numbers = (
+            _draw(),
+            random.getrandbits(63),
+            int(numpy.random.randint(1 << 62, dtype=numpy.int64)),
+        )
         if self._group is not None:
+            drawn = torch.tensor(self._numbers, device="cpu")
             dist.broadcast(drawn, self._leader, group=self._group)
-        self._numbers = tuple(drawn.tolist())
+            self._numbers = tuple(drawn.tolist())
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.connectors import (
     cluster_environment,
     collect_checkpoint,
     divide_data,

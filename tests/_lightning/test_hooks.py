@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.hooks import (
     PrecisionAroundClosure,
     call_module_hook,
     is_of_hyper_parameters,

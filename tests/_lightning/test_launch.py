@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.launch import (
     LauncherBase,
     LaunchingStrategy,
     ScriptLauncher,

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.loaders import (
     Stateful,
     discard_batches,
     evaluation_source,

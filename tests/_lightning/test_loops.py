@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.loops import (
     avoid_inference_mode,
     batch_progress,
     begin_next_epoch,
@@ -24,7 +24,6 @@ from lightning_megatron._lightning import (
     replace_end_of_batch,
     replace_end_of_epoch,
     replace_monitored_value,
-    runs_last_batch,
     say_validation_has_begun,
     shift_batch_counts,
     take_batches_back,
@@ -95,21 +94,6 @@ def test_replace_monitored_value_is_needed() -> None:
     replace_monitored_value(trainer, lambda *what: asked.append(what))
     trainer.fit_loop.epoch_loop._get_monitor_value("val")
     assert asked == [("val", None)]
-
-
-def test_runs_last_batch() -> None:
-    found: list[bool] = []
-
-    def note(trainer: pl.Trainer, *_: Any) -> None:
-        found.append(runs_last_batch(trainer))
-
-    trainer = make_trainer(
-        On(on_train_batch_end=note, on_test_batch_end=note), limit_test_batches=3
-    )
-    trainer.fit(Module())
-    assert found == [False, True]
-    trainer.test(Module(), verbose=False)
-    assert found[2:] == [False, False, True]
 
 
 def test_evaluation_loop() -> None:

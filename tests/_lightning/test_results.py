@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import mlflow, wandb
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.results import (
     UPDATE_COUNT,
     count_first_update,
     count_update,

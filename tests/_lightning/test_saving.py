@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from lightning_megatron._lightning import module_from
+from lightning_megatron._lightning.saving import module_from
 
 
 class Sized(pl.LightningModule):

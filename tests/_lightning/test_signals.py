@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.trainer.connectors import signal_connector as lightnings
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.signals import (
     SignalConnector,
     chain_of,
     parts_of_chain,

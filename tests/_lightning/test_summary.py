@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from typing_extensions import override
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.summary import (
     Summary,
     format_table,
     replace_printing,

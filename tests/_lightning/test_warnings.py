@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron._lightning import hide_pytree_warning, hide_resuming_warning
+from lightning_megatron._lightning.warnings import hide_pytree_warning, hide_resuming_warning
 from tests._lightning.running import Module, On, make_trainer
 
 

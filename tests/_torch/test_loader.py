@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from typing_extensions import override
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.loader import (
     LoaderIterator,
     StandInIterator,
     copy_with_indices,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy, adopt, gather
 from lightning_megatron.adoption.directory import StoredPart
+from lightning_megatron.build.stored_tensor import StoredTensor
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.stored_tensor import StoredTensor
 from tests.adoption.families import FAMILIES
 from tests.adoption.harness import KeepDouble, Training, fit, largest_difference, reference
 

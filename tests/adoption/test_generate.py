@@ -13,7 +13,7 @@ from transformers import StaticCache
 
 from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.adoption.adopt import adopt
-from lightning_megatron.strategy import generation
+from lightning_megatron.launch import store_barrier
 from lightning_megatron.testing import WorkerError
 from tests.adoption.families import FAMILIES
 from tests.adoption.harness import KeepDouble
@@ -192,7 +192,7 @@ class Given(Writing):
 def refused(kind: type[Writing], layout: dict[str, Any], ways: tuple[str, ...]) -> None:
     """Write where it cannot be."""
     if kind is Alone:
-        generation.PATIENCE_S = 0.5  # for ranks that never come; others may be late
+        store_barrier.PATIENCE_S = 0.5  # for ranks that never come; others may be late
     module = kind(adopt(FAMILIES["llama"].build()), ways, 0)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -207,13 +207,13 @@ def refused(kind: type[Writing], layout: dict[str, Any], ways: tuple[str, ...]) 
     try:
         (trainer.fit if kind is Training else trainer.predict)(module)
     finally:
-        generation.PATIENCE_S = 120.0
+        store_barrier.PATIENCE_S = 120.0
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "way", "words"),
     [
-        (Alone, {"tp": 2}, "greedy", r"on ranks 0 of 0, 1 alone.*is_global_zero"),
+        (Alone, {"tp": 2}, "greedy", r"on ranks 0 of 2 alone.*is_global_zero"),
         (Training, {"pp": 2}, "greedy", "stages work on different microbatches"),
         (Writing, {"pp": 2}, "static", "cache_implementation='static'.*'dynamic'"),
         (Given, {"pp": 2}, "", r"a given StaticCache.*a DynamicCache"),

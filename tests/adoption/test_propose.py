@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.adoption.propose import COLUMN, ROW, propose
-from lightning_megatron.adoption.stage_check import pipeline_fault
+from lightning_megatron.adoption.propose import COLUMN, ROW, pipeline_fault, propose
 from tests.adoption.plain_models import MODELS, build
 
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import transformers
 
 from lightning_megatron import MegatronStrategy, adopt, gather
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.strategy import pretrained_models
+from lightning_megatron.launch import store_barrier
 from tests.adoption.families import FAMILIES
 from tests.adoption.harness import Training, fit
 
@@ -83,7 +83,7 @@ def test_directory_is_that_of_one_process(pool, tmp_path, family, layout):
 
 
 def saved_by_one(directory: str) -> None:
-    pretrained_models.PATIENCE_S = 1.0
+    store_barrier.PATIENCE_S = 1.0
     module = Saving(adopt(FAMILIES["llama"].build()), directory, 1, "first")
     fit(module, MegatronStrategy(tp=2), 2, limit_train_batches=1)
 
@@ -99,14 +99,14 @@ def saved_by_one_of_two_runs(directory: str) -> list[str]:
     for _ in range(2):
         module = Saving(adopt(FAMILIES["llama"].build()), directory, 1, "all")
         trainer = fit(module, MegatronStrategy(tp=2), 2, limit_train_batches=1)
-        pretrained_models.PATIENCE_S = 1.0
+        store_barrier.PATIENCE_S = 1.0
         if trainer.is_global_zero:
             try:
                 module.lm.save_pretrained(directory)
             except ConfigError as error:
                 found.append(str(error))
         torch.distributed.barrier()
-        pretrained_models.PATIENCE_S = 60.0
+        store_barrier.PATIENCE_S = 60.0
         module.lm.save_pretrained(directory)
     return found
 

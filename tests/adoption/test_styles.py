@@ -17,8 +17,8 @@ from lightning_megatron.adoption.huggingface import plan_of
 from lightning_megatron.adoption.styles import STYLES
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import StagePort
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.whole.splits import whole
 from tests.adoption.families import FAMILIES
 from tests.adoption.harness import KeepDouble, Training, fit, largest_difference
 

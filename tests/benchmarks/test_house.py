@@ -81,6 +81,13 @@ class Peers:
         self.meta = Metadata({})
 
 class RankManifest: ...
+
+def leave_word(store, settings):
+    settings.set("a", 1)
+    store.set("a", "b")
+
+def look_up(settings):
+    return settings.get("a")
 """,
     "lightning_megatron/strategy/megatron.py": """
 from lightning.pytorch.strategies import ParallelStrategy
@@ -133,6 +140,7 @@ def test_mechanisms_are_found(root: Path) -> None:
         "Protocol classes": (f"Port ({parts})", f"Typed ({parts})"),
         "named ways for ranks to meet": (f"Peers ({peers})",),
         "files that use a store or object collectives": (peers,),
+        "definitions that do": (f"Peers ({peers})", f"leave_word ({peers})"),
         "classes that index a checkpoint": (
             f"RankManifest ({peers})",
             f"torch's Metadata ({peers})",

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_megatron.checkpoint.chunks import model_chunks
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from tests.strategy.small import Small, loader, make_trainer, weights

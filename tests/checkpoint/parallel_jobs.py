@@ -18,9 +18,9 @@ from lightning_megatron.checkpoint.chunks import model_chunks, parameter_names, 
 from lightning_megatron.checkpoint.collective_io import Layout, load_directory, save_directory
 from lightning_megatron.checkpoint.directory.commit import Staging
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.dcp_writer import offer, write_shards
 from lightning_megatron.checkpoint.save.write_assignment import plan_writes
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.degrees import Degrees

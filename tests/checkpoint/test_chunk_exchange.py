@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint import chunk_exchange
 from lightning_megatron.checkpoint.chunk_exchange import ChunkExchange, _beside, _common, _take
 from lightning_megatron.checkpoint.chunks import Chunk, Form, describe, whole
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.segments import joined
@@ -231,7 +231,7 @@ def routes_of_what_is_there() -> int:
     have: dict[str, Chunk] = {"w": whole(values())}
     exchange = ChunkExchange("moving", have, peers=peers, device=CPU)
     need: Mapping[str, Chunk] = {"w": whole(torch.zeros(SHAPE))}
-    wishes = peers.collect({"w": describe(need["w"])[0]})
+    wishes = peers.all_gather({"w": describe(need["w"])[0]})
     found = [route for _, routes in exchange._routes(wishes) for route in routes]
     exchange.fill(need)
     return sum(route.source != route.target for route in found)

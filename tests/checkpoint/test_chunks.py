@@ -7,7 +7,7 @@ from lightning_megatron.checkpoint.chunks import (
     parameter_names,
     whole,
 )
-from lightning_megatron.layers.base import TensorShard
+from lightning_megatron.topology.tensor_shard import TensorShard
 from tests.checkpoint import parallel_jobs as jobs
 
 

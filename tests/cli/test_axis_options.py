@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.axis_options import with_degrees
+from lightning_megatron.cli.train import with_degrees
 
 RECIPE = "trainer: {strategy: {class_path: MegatronStrategy, init_args: {pp: 2, cp: 4, zero: 3}}}"
 PP, CP, ZERO = (f"--trainer.strategy.{axis}" for axis in ("pp", "cp", "zero"))

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from lightning_megatron.cli import _COMMANDS, _TRAINER_COMMANDS, error_in, main
-from lightning_megatron.cli.axis_options import NUMBERS
+from lightning_megatron.cli.train import NUMBERS
 from lightning_megatron.errors import ConfigError
 from tests.cli.tiny import TINY
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron._torch import default_store, tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
+from lightning_megatron._torch.groups import default_store
 from lightning_megatron.comm.point_to_point import (
     LOOKAHEAD,
     Channel,

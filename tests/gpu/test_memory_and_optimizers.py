@@ -19,7 +19,7 @@ from lightning_megatron import (
     MegatronStrategy,
 )
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+from lightning_megatron.optim.clip import PercentileClip, UnitClip, ZScoreClip
 
 pytestmark = [
     pytest.mark.gpu,

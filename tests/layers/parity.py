@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.splits import own_part
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import own_part
 
 TOLERANCE = 1e-12
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_megatron.layers.context_pairs import pairs_by_rank, seen_by_position
+from lightning_megatron.monitoring.context_monitor import pairs_by_rank, seen_by_position
 from lightning_megatron.topology.context_layout import ContextLayout
 
 DOCUMENTS = torch.tensor([[7] * 4 + [0] * 1 + [7] * 8, [1] * 13])

@@ -5,18 +5,13 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.context_split import (
-    GatherContext,
-    SplitContext,
-    join,
-    own_positions,
-    split,
-)
+from lightning_megatron.layers.context_split import GatherContext, SplitContext
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.context_rows import join, own_positions, split
 from tests.layers.context import LENGTHS, context_topology, same_as_whole
 from tests.layers.parity import close
 

@@ -16,9 +16,9 @@ from lightning_megatron.layers.latent_attention import LatentAttention
 from lightning_megatron.layers.latent_sizes import LatentSizes
 from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.layers.rotary import RopeScaling, Rotary, yarn_mscale
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.whole.splits import whole
 from tests.layers.context import context_topology, on_context, same_as_whole
 from tests.layers.parity import Case, check, distribute, make_topology
 

@@ -63,7 +63,7 @@ import torch.distributed as dist
 from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 
 dist.init_process_group("gloo")

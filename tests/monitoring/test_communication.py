@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import CommunicationMonitor, PipelineConfig, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.strategy.small import GLOBAL_BATCH, WIDTH, Small, dp_of, loader, make_trainer
 
 MIB = 1 << 20

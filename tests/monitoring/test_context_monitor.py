@@ -15,7 +15,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import CausalSelfAttention
-from lightning_megatron.layers.context_pairs import pairs_by_rank, seen_by_position
+from lightning_megatron.monitoring.context_monitor import pairs_by_rank, seen_by_position
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context_layout import ContextLayout
 from tests.parity import reference

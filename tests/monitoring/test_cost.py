@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_megatron import FaultTolerance, Monitor
-from lightning_megatron._torch import flight_recorder
+from lightning_megatron._torch.groups import flight_recorder
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, dp_of, loader, make_trainer, samples
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_megatron import GradientMonitor
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
-from lightning_megatron.parallel import gradients
+from lightning_megatron.optim.clip import PercentileClip, UnitClip, ZScoreClip
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero import gradients
 from tests.fault_tolerance.numbers.guarded import (
     BadGradient,
     Guarded,

@@ -21,7 +21,7 @@ from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
 from lightning_megatron.optim.build import make_lr_schedule, make_optimizer
-from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+from lightning_megatron.optim.clip import PercentileClip, UnitClip, ZScoreClip
 from lightning_megatron.optim.layerwise_lr import layerwise_groups
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.lr_schedules import WarmupStableDecay

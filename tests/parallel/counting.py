@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_megatron._torch import TorchDispatchMode
+from lightning_megatron._torch.graphs import TorchDispatchMode
 
 
 class Counted(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lightning_megatron import ActivationConfig, CompileConfig, PipelineConfig, PipelineSequential
-from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
+from lightning_megatron._torch.graphs import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, set_gemm_backend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -22,9 +22,9 @@ from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.forward_wrapper import unwrap
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.meter import Meter
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.layers.parity import distribute, make_topology
 from tests.parallel.counting import Counted
 from tests.parity.jobs import whole_parameters

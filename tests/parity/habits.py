@@ -247,6 +247,44 @@ class LooksAtBatchEnd(Habit):
         self.notes += [float(p.grad.abs().sum()) for p in self.parameters()]
 
 
+class LooksUnderDecorator(Habit):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.notes += [float(p.grad.abs().sum()) for p in self.parameters()]
+
+
+class LooksDecorated(Habit):
+    """Between backward and step, and changes what it finds."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            self.note(p.grad.norm())
+            p.grad.mul_(0.5)
+
+
+class LooksElsewhere(Habit):
+    """By an object that is in no callback, and of one gradient only."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if len(self.notes) % 2 == 0:
+            self.note(HIDDEN[1](self.net[2]))
+        self.notes += HIDDEN[2](self)
+
+
+class Accumulates(Habit):
+    """Changes gradients between batches of a step, and clears them behind it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:  # before it they are those of this rank's samples, as under DDP
+            self.notes += HIDDEN[2](self)
+            HIDDEN[4](self)
+            self.note(self.net[2].weight.grad is None)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        HIDDEN[3](self)
+
+
 class AddsNoise(Habit):
     def on_after_backward(self) -> None:
         for index, p in enumerate(self.parameters()):
@@ -337,7 +375,28 @@ def shrink(module: nn.Module) -> None:
         p.data = p.data * 0.9
 
 
-HIDDEN = [shrink]
+def sum_of_gradient(layer: nn.Module) -> float:
+    assert isinstance(layer, nn.Linear)
+    assert layer.weight.grad is not None
+    return float(layer.weight.grad.sum())
+
+
+class Report:
+    def __call__(self, module: nn.Module) -> list[float]:
+        return [float(p.grad.abs().max()) for p in module.parameters() if p.grad is not None]
+
+
+def halve_some(module: nn.Module) -> None:
+    for p in list(module.parameters())[1:]:
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+
+
+def clear_all(module: nn.Module) -> None:
+    module.zero_grad()
+
+
+HIDDEN: list[Any] = [shrink, sum_of_gradient, Report(), halve_some, clear_all]
 
 
 class ReducesByHand(Habit):
@@ -531,6 +590,6 @@ HABITS: dict[str, Any] = _by_name(
         *(LoadsAtFitStart, Copies, Prunes, Averages, AveragesEvenly, Vectors, GradientPenalty),
         *(Assigns, AssignsElsewhere, ReducesByHand, CopiesAtEpochEnd, ZeroRedundancy),
         *(OtherMethods, Branches, Lists, Twice, CallsWhileFitting, BranchesInside, Experts),
-        *(NestedLists,),
+        *(NestedLists, LooksUnderDecorator, LooksDecorated, LooksElsewhere, Accumulates),
     )
 )

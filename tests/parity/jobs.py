@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.experts.config import RouterConfig
 from lightning_megatron.layers.experts.mixture import MixtureOfExperts

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.parity.reference import HEADS, Architecture
 
 MOST_PROCESSES = 8

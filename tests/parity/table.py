@@ -209,11 +209,13 @@ def _whole(words: str, **others: str) -> dict[str, Any]:
 
 _GRADIENTS: dict[str, Any] = {"also": ("zero 0", "zero 3")}
 """Habits that look at gradients, which are whole under ZeRO 0 and cut elsewhere."""
+_LOOKS_ANYWHERE: dict[str, Any] = {"also": ("zero 0", "zero 1", "zero 2", "zero 3")}
+"""Habits that look at gradients where no hook says so."""
 enter(
     "habits",
     habits.HABITS,
     partial(Entry, kinds=("data parallel",), also=("zero 3",), trainer={"max_epochs": 2}),
-    # Ranks run units of other sizes and wait for each other; `tests.parallel.test_fully_sharded`
+    # Ranks run units of other sizes and wait for each other; `tests.zero.test_fully_sharded`
     # has those of one size.
     Experts={"without": ("zero 3",)},
     ClipsByHand=_GRADIENTS,
@@ -221,6 +223,14 @@ enter(
     LogsGradients=_GRADIENTS,
     LooksAtBatchEnd=_GRADIENTS,
     AddsNoise=_GRADIENTS,
+    LooksUnderDecorator=_LOOKS_ANYWHERE,
+    LooksDecorated=_LOOKS_ANYWHERE,
+    LooksElsewhere=_LOOKS_ANYWHERE,
+    Accumulates={
+        "kinds": ("data parallel", "microbatches"),
+        "also": ("zero 1", "zero 2", "zero 2 in parts"),
+        "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2},
+    },
     Twice=_GRADIENTS,
     CallsInHooks=_whole(r"CallsInHooks is called outside of a run.*nearest valid"),
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),

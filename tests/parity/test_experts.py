@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lightning_megatron import ReplicaCheck
-from lightning_megatron.layers.memory import weights_in_parts
 from lightning_megatron.parallel.activations.config import ActivationConfig
-from lightning_megatron.parallel.gradients import local
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
-from tests.fault_tolerance.replicas.test_check import Flip
+from lightning_megatron.whole.memory import weights_in_parts
+from lightning_megatron.zero.data_parallel import ShardingConfig
+from lightning_megatron.zero.gradients import local
+from tests.callbacks.test_replica_check import Flip
 from tests.parity.expert_layouts import (
     EXPERT_LAYOUTS,
     FURTHER,

@@ -15,9 +15,9 @@ from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.parity.jobs import (
     Outcome,
     merge_stages,

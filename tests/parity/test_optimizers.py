@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import GradientMonitor, gather
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
-from lightning_megatron.optim.clip_rules import UnitClip
+from lightning_megatron.optim.clip import UnitClip
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon
 from lightning_megatron.optim.param_groups import muon_groups
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.checkpoint.test_experts import Mixture
 from tests.parity import reference
 from tests.parity.jobs import Outcome, ParityModule, merge_stages, quiet_trainer, whole_parameters

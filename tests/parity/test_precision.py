@@ -14,9 +14,9 @@ from lightning_megatron import PipelineConfig
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.activations.config import ActivationConfig
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.parity import reference
 from tests.parity.jobs import (
     GlobalBatches,

@@ -23,13 +23,13 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.optim.build import make_optimizer
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline import timing
 from lightning_megatron.schedules.repartition import Repartition
 from lightning_megatron.strategy.megatron import MegatronStrategy
-from lightning_megatron.strategy.tuners import partition as measured_partition
-from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.testing import WorkerError, WorkerPool
+from lightning_megatron.tuning import partition as measured_partition
+from lightning_megatron.tuning.partition import MeasuredPartition
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.parity import reference
 from tests.parity.jobs import (
     GlobalBatches,

@@ -26,8 +26,8 @@ from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.layers.experts.config import RouterConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.mixture_config import MixtureConfig
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.strategy.small import dp_of
 
 CONFIG = TransformerConfig(

@@ -14,11 +14,11 @@ import pytest
 
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.schedules.custom import dump_schedule
 from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule, schedule_problems
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.parity.jobs import Outcome, train_job
 from tests.parity.reference import Data, reference_curve
 from tests.parity.test_matrix import check

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_megatron import LanguageModel, MegatronStrategy, TokenData
 from lightning_megatron.data.tokens.corpus import Corpus
 from lightning_megatron.testing import WorkerPool
-from tests.data.corpora import VOCABULARY, bare_corpus, corpus
+from tests.data.tokens.corpora import VOCABULARY, bare_corpus, corpus
 from tests.parity.jobs import quiet_trainer
 
 MODEL = {

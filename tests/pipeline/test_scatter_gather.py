@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron import PipelineConfig, PipelineSequential
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.splits import own_part
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.scatter_gather import ScatterGather, scatters_to
 from lightning_megatron.schedules.schedule import Kind, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import own_part
 from tests.strategy.small import WIDTH, Small, loader, make_trainer, weights
 
 

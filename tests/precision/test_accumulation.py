@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import PipelineConfig
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.gradients import local
 from tests.strategy import small
 
 MICROBATCHES = 16

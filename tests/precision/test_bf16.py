@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron import Bf16MixedPrecision, Bf16TruePrecision, ConfigError
 from lightning_megatron.optim import AdamW
-from lightning_megatron.precision.stochastic import round_stochastically
+from lightning_megatron.precision.bf16 import round_stochastically
 from lightning_megatron.testing import WorkerPool
 from tests.strategy import small
 

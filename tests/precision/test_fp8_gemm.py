@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron._torch import TorchDispatchMode
+from lightning_megatron._torch.graphs import TorchDispatchMode
 from lightning_megatron.layers.delayed_wgrad import (
     WgradQueue,
     add_gradients,

@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 
 from lightning_megatron import ConfigError, MegatronStrategy, PipelineConfig
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.loss_scale import LossScale
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.strategy.step_recovery import HeldSchedules
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.zero.gradients import local
 from tests.parity.jobs import Outcome, Recorder, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
 from tests.parity.test_precision import Deferred

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_megatron import MegatronStrategy, PipelineSequential
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.memory import weights_in_parts
+from lightning_megatron.whole.memory import weights_in_parts
 from tests.strategy.small import dp_of, make_trainer
 
 WIDTH, SAMPLES, GLOBAL_BATCH, ACCUMULATE, EPOCHS = 4, 22, 4, 2, 2

@@ -19,7 +19,7 @@ from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
 from lightning_megatron import ShardingConfig
 from lightning_megatron._torch import dtensor
-from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
+from lightning_megatron.fault_tolerance.signals import StopFlag
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, dp_of, loader, make_trainer
 

@@ -1,14 +1,15 @@
-"""Who counts as somebody that may look at gradients."""
+"""Who is there to see gradients, which are then whole from the start."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback
 
 from lightning_megatron import FaultTolerance, GradientMonitor, Monitor
-from lightning_megatron.strategy.observers import looks_at_gradients
+from lightning_megatron.strategy.code_inspection import looks_at_gradients
 from tests.strategy.small import Small
 
 
@@ -16,22 +17,14 @@ def report(module: Any) -> float:
     return max(float(p.grad.abs().max()) for p in module.parameters())
 
 
-def harmless(module: Any) -> int:
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
 class Stepping(Small):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
 
 
-class Mentioning(Small):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.largest = [p.grad for p in self.parameters()]
-
-
-class Calling(Small):
-    def on_train_batch_end(self, *_: Any) -> None:
+class Decorated(Small):
+    @torch.no_grad()
+    def on_after_backward(self, *_: Any) -> None:
         self.largest = report(self)
 
 
@@ -41,9 +34,11 @@ class Manual(Small):
         self.automatic_optimization = False
 
 
-class Counting(Small):
+class Mentioning(Small):
+    """Looks where nobody needs gradients to be whole who does not look."""
+
     def on_train_batch_end(self, *_: Any) -> None:
-        self.count = harmless(self)
+        self.largest = [p.grad for p in self.parameters()]
 
 
 class Logging(L.Callback):
@@ -51,7 +46,7 @@ class Logging(L.Callback):
         pass
 
 
-@pytest.mark.parametrize("kind", [Stepping, Mentioning, Calling, Manual])
+@pytest.mark.parametrize("kind", [Stepping, Decorated, Manual])
 def test_modules_that_may_look(kind: type[Small]) -> None:
     trainer: Any = SimpleNamespace(callbacks=[])
     assert looks_at_gradients(trainer, kind())
@@ -65,16 +60,16 @@ def test_hooks_that_are_set_on_the_object() -> None:
 
 
 def test_callbacks_that_may_look() -> None:
-    for callback in (Logging(), LambdaCallback(on_train_batch_end=lambda *a: report(a[1]))):
+    for callback in (Logging(), LambdaCallback(on_after_backward=lambda *a: report(a[1]))):
         trainer: Any = SimpleNamespace(callbacks=[callback])
         assert looks_at_gradients(trainer, Small()), callback
 
 
-@pytest.mark.parametrize("kind", [Small, Counting])
+@pytest.mark.parametrize("kind", [Small, Mentioning])
 def test_nobody_pays_for_what_does_not_look(kind: type[Small]) -> None:
     callbacks: list[Any] = [
         *(Monitor(), FaultTolerance(), GradientMonitor(), EMAWeightAveraging()),
-        *(EarlyStopping("val"), LambdaCallback(on_train_batch_end=lambda *a: harmless(a[1]))),
+        *(EarlyStopping("val"), LambdaCallback(on_train_batch_end=lambda *a: report(a[1]))),
     ]
     trainer: Any = SimpleNamespace(callbacks=callbacks)
     assert not looks_at_gradients(trainer, kind())

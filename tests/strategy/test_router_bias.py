@@ -18,7 +18,7 @@ from lightning_megatron import (
     PipelineSequential,
     RollbackConfig,
 )
-from lightning_megatron._torch import tree_map
+from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron.layers import (
     CausalSelfAttention,
     ColumnParallelLinear,

@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 
 from lightning_megatron import CompileConfig, PipelineConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.stage_functions import device_of_result
 from lightning_megatron.testing import WorkerError, WorkerPool
+from lightning_megatron.whole.stage_functions import device_of_result
 from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer
 
 

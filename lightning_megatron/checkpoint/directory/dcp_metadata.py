@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning_megatron._torch import DCP_METADATA_GLOBALS, StorageInfo
+from lightning_megatron._torch.state_dicts import DCP_METADATA_GLOBALS, StorageInfo
 from lightning_megatron.checkpoint.directory.coverage import raise_if_damaged, tensor_faults
 from lightning_megatron.checkpoint.directory.hashed_files import LARGEST_TEXT, FileEntry
 from lightning_megatron.checkpoint.directory.manifest import (

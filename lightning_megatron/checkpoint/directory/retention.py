@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.manifest import Manifest, read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.directory.verify import check_contents, check_files
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.directory.manifest import (
     Manifest,
 )
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import DamagedCheckpointError, summary
 
 _THREADS = 4

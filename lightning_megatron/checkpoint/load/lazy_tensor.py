@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import call_as_tensor, tensor_without_memory, tree_map
-from lightning_megatron.layers.torch_functions import kind_of
+from lightning_megatron._torch.graphs import tree_map
+from lightning_megatron._torch.state_dicts import call_as_tensor, tensor_without_memory
+from lightning_megatron.whole.torch_functions import kind_of
 
 ITSELF = frozenset(("format", "shape", "learning", "gradient", "requires_grad_", "retain_grad"))
 """Kinds of functions that need no values; a lazy tensor answers them itself."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.state_dicts import (
     IncompatibleKeys,
     first_load_hook,
     is_fsdps,
@@ -26,8 +26,8 @@ from lightning_megatron._torch import (
 )
 from lightning_megatron.checkpoint.chunks import Chunk, clean_name, tensors_of
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyTensor
-from lightning_megatron.layers.memory import parts_of_weights
 from lightning_megatron.layers.sequential import RemoteItem
+from lightning_megatron.whole.memory import parts_of_weights
 
 _EXTRA = "_extra_state"
 

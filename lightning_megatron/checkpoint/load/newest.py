@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalCandidate, LocalStock
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, summary
 
 logger = logging.getLogger(__name__)

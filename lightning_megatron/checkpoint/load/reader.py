@@ -22,8 +22,8 @@ from lightning_megatron.checkpoint.directory.manifest import TensorEntry, read_m
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.directory.verify import check_contents, check_files
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 
 MODEL_PREFIX = "model"

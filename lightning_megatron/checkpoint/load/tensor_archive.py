@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import describe_saved
+from lightning_megatron._torch.state_dicts import describe_saved
 from lightning_megatron.errors import DamagedCheckpointError
 
 

@@ -9,7 +9,7 @@ nothing that is stored depends on these numbers.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.restore import LocalStock
 from lightning_megatron.checkpoint.local.save import LocalSave
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.save_plan import PlannedSave
 from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class LocalRun:
     ) -> None:
         self._config = config
         self._peers = peers
-        self._key, token = peers.share((run_key(places), uuid.uuid4().hex[:12]))
+        self._key, token = peers.broadcast((run_key(places), uuid.uuid4().hex[:12]))
         self._name = f"{self._key}-{token}"
         self._bases = self._find_bases()
         self.nodes = Nodes.found(identity(self._bases), peers)

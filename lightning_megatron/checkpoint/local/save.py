@@ -25,7 +25,6 @@ from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Mani
 from lightning_megatron.checkpoint.local.directory import check_room
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.transfer import Transfer, exchange
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.dcp_writer import WritePlan
 from lightning_megatron.checkpoint.save.save_plan import (
     PartReport,
@@ -34,6 +33,7 @@ from lightning_megatron.checkpoint.save.save_plan import (
     report_part,
 )
 from lightning_megatron.checkpoint.save.write_error import write_error
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, summary
 
 

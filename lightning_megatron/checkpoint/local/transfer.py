@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 
 BLOCK_BYTES = 4 << 20
 _AT_ONCE = 16

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_megatron._lightning import module_from
+from lightning_megatron._lightning.saving import module_from
 from lightning_megatron.checkpoint.chunks import whole
 from lightning_megatron.checkpoint.directory.manifest import local_path
 from lightning_megatron.checkpoint.directory.storage import storage_path

@@ -17,6 +17,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from lightning_megatron.build.written_values import draw
 from lightning_megatron.checkpoint.chunks import Chunk, whole
 from lightning_megatron.checkpoint.directory.manifest import local_path
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, PRETRAINED, CheckpointReader
@@ -33,7 +34,6 @@ from lightning_megatron.checkpoint.offline.offline_writer import (
 )
 from lightning_megatron.errors import at_least, raise_if_any, whole_numbers
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.written_values import draw
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.mixture_config import MixtureConfig
 from lightning_megatron.models.transformer import Transformer

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_megatron._torch import StorageInfo
+from lightning_megatron._torch.state_dicts import StorageInfo
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
 from lightning_megatron.checkpoint.directory.coverage import overlapping

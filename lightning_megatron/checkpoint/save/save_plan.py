@@ -42,7 +42,6 @@ from lightning_megatron.checkpoint.directory.remote_commit import RemoteStaging
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.dcp_writer import (
     WritePlan,
     Written,
@@ -58,6 +57,7 @@ from lightning_megatron.checkpoint.trainer_state.state_files import (
     join_states,
     rank_state,
 )
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, summary
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from lightning_megatron.checkpoint.directory.manifest import Manifest
 from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.save.host_copy import HostCopy
 from lightning_megatron.checkpoint.save.incremental import Increments
@@ -43,6 +42,7 @@ from lightning_megatron.checkpoint.save.save_plan import (
     all_chunks,
     writing,
 )
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

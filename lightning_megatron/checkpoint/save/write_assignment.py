@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, compress
 from lightning_megatron.checkpoint.directory.coverage import coverage_fault
 from lightning_megatron.checkpoint.directory.manifest import TensorEntry
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, data_of, plan_of
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, summary
 
 OFFERS_EACH = 50_000

@@ -5,7 +5,7 @@ which answers one request after the other. So no rank asks for each other rank. 
 
     <rank>          how the rank ended; the first value stays
     causes          number of ranks that failed themselves, or died and were seen by a neighbour
-    cause/<n>       the n-th of them; after `_LISTED` they are only counted
+    causes/<n>      the n-th of them; after `_LISTED` they are only counted
     searches        number of ranks that look for the cause of an echo
     machine/<i>     machine i runs: a rank of it has posted, or answered a search
     told            number of ranks that are about to report to the user
@@ -39,6 +39,7 @@ from lightning_megatron.fault_tolerance.failures.root_cause import (
     oom_kills,
 )
 from lightning_megatron.launch.attempt import Peer
+from lightning_megatron.launch.store_list import StoreList
 
 ANSWER_S = 1.0
 """Seconds between two checks of one rank of each machine for a search."""
@@ -118,7 +119,7 @@ class EndingBoard:
             store.set(self._name(f"address/{self._here}"), address)
         self.posted: Ending | None = None
         self._causes: dict[int, Ending] = {}
-        self._read: set[int] = set()
+        self._listed = StoreList(store, self._name("causes"), most=_LISTED)
         self._ended: set[int] = set()
         self._answered = False
         self._gone = False
@@ -149,12 +150,7 @@ class EndingBoard:
         if len(self.machines) > 1:
             self._store.set(self._name(f"machine/{self._here}"), "")
         if counts and ending.how in ("failed", "died"):
-            self._list(text)
-
-    def _list(self, text: str) -> None:
-        number = self._store.add(self._name("causes"), 1)
-        if number <= _LISTED:
-            self._store.set(self._name(f"cause/{number}"), text)
+            self._listed.append(text)
 
     def answer(self) -> None:
         """Answer for this machine during a search; one rank calls it every `ANSWER_S`."""
@@ -214,18 +210,9 @@ class EndingBoard:
         return sorted(self._causes.values(), key=lambda ending: ending.at)
 
     def _read_new(self) -> None:
-        count = min(self._store.add(self._name("causes"), 0), _LISTED)
-        new = [n for n in range(1, count + 1) if n not in self._read]
-        keys = [self._name(f"cause/{n}") for n in new]
-        if len(new) > 1 and self._store.has_extended_api() and self._store.check(keys):
-            texts = dict(zip(new, self._store.multi_get(keys), strict=True))
-        else:  # an entry may not be written yet, or never, as its rank has died
-            pairs = zip(new, keys, strict=True)
-            texts = {n: self._store.get(key) for n, key in pairs if self._store.check([key])}
-        for number, text in texts.items():
+        for text in self._listed.new():
             ending = Ending(**json.loads(text))
             self._causes.setdefault(ending.rank, ending)
-            self._read.add(number)
 
     def deaths(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
         """Processes of this machine that died; quick while there are none."""
@@ -322,7 +309,7 @@ class EndingBoard:
             pid=peer.pid,
             who=who[0],
         )
-        self._ask(lambda: self._list(json.dumps(asdict(accused))))
+        self._ask(lambda: self._listed.append(json.dumps(asdict(accused))))
         return [accused]
 
     def _silent(self) -> list[tuple[int, str]]:

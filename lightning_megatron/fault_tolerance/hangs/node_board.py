@@ -21,7 +21,8 @@ of the holder's monitor. The board does three things:
 After a link was down, connections may need as long again to notice that it is up, as the kernel
 doubles the time between two tries. Until then the holder does not decide that all wait.
 
-This file runs in a process without torch, see `node_monitor`.
+This file runs in a process without torch (`node_monitor`), so that the monitors have a connection
+of their own beside the two ways in which ranks meet (`comm/peers.py`, `launch/store_barrier.py`).
 """
 
 import queue
@@ -30,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from lightning_megatron.fault_tolerance.hangs.diagnosis import RankView
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Beat, Member
@@ -128,51 +129,6 @@ def unpack(row: Sequence[Any], host: str) -> RankView:
     return RankView(member, beat, process, stall, limit, silence)
 
 
-class Board(Protocol):
-    """Interface of the board, for its holder and its guests.
-
-    Attributes:
-        inbox: messages for this node: a report (``verdict``) or a request of evidence (``wish``).
-        news: set when a message has come.
-    """
-
-    inbox: "queue.SimpleQueue[Message]"
-    news: threading.Event
-
-    @property
-    def asleep(self) -> bool:
-        """Whether all ranks of all nodes are stopped by signals, as the job is suspended."""
-        ...
-
-    def post(self, views: Sequence[RankView], seconds: float) -> None:
-        """Post the state of this node's ranks, ``seconds`` of watching after the last post."""
-        ...
-
-    def lost(self, limit: float) -> Lost | None:
-        """Nodes that are silent for longer than ``limit``; None if there are none."""
-        ...
-
-    def tell(self, report: Message) -> None:
-        """Send a report to all nodes; return when they have confirmed it or may not any more."""
-        ...
-
-    def await_others(self) -> None:
-        """Return when all nodes have the report that this one got."""
-        ...
-
-    def bring(self, number: int, evidence: Message) -> None:
-        """Answer a request of evidence."""
-        ...
-
-    def needed(self, limit: float) -> bool:
-        """Whether other nodes still need this monitor after its own ranks are done."""
-        ...
-
-    def leave(self) -> None:
-        """End, as the ranks of this node are done."""
-        ...
-
-
 class BoardGuest:
     """Board of a node that does not hold it.
 
@@ -183,6 +139,10 @@ class BoardGuest:
         holder: node that holds the board.
         hold: called, in another thread, as soon as a report comes.
         views: state of this node's ranks.
+
+    Attributes:
+        inbox: messages for this node: a report (``verdict``) or a request of evidence (``wish``).
+        news: set when a message has come.
     """
 
     def __init__(
@@ -207,7 +167,7 @@ class BoardGuest:
 
     @property
     def asleep(self) -> bool:
-        """See `Board`."""
+        """Whether all ranks of all nodes are stopped by signals, as the job is suspended."""
         return bool(self._answer.get("asleep"))
 
     @property
@@ -216,14 +176,20 @@ class BoardGuest:
         return bool(self._client.heard)
 
     def post(self, views: Sequence[RankView], seconds: float) -> None:
-        """See `Board`; the client's thread sends it, as a heartbeat."""
+        """Post the state of this node's ranks, ``seconds`` of watching after the last post.
+
+        The client's thread sends it, as a heartbeat.
+        """
         self._post = {"rows": [pack(view) for view in views]}
         heard = self._client.heard
         self._silence = 0.0 if heard != self._heard else self._silence + seconds
         self._heard = heard
 
     def lost(self, limit: float) -> Lost | None:
-        """See `Board`; a holder that never answered, or whose ranks are done, does not count."""
+        """Nodes that are silent for longer than ``limit``; None if there are none.
+
+        A holder that never answered, or whose ranks are done, does not count.
+        """
         done = self._answer.get("left", True)
         if not self.ever_connected or done or self._silence <= limit:
             return None
@@ -231,25 +197,25 @@ class BoardGuest:
         return Lost((0,), self._silence, views, self._client.refused)
 
     def tell(self, report: Message) -> None:
-        """See `Board`."""
+        """Send a report to all nodes; return when they have confirmed it or may not any more."""
         self._go.clear()
         if self._silence <= PATIENCE_S and self._client.send({"verdict": report}):
             self._go.wait(_AGREE_S)
 
     def await_others(self) -> None:
-        """See `Board`."""
+        """Return when all nodes have the report that this one got."""
         self._go.wait(_AGREE_S)
 
     def bring(self, number: int, evidence: Message) -> None:
-        """See `Board`."""
+        """Answer a request of evidence."""
         self._client.send({"evidence": number, **evidence})
 
     def needed(self, limit: float) -> bool:
-        """See `Board`."""
+        """Whether other nodes still need this monitor after its own ranks are done."""
         return False
 
     def leave(self) -> None:
-        """See `Board`."""
+        """End, as the ranks of this node are done."""
         self._client.send({**self._post, "left": True})
         self._client.close()
 
@@ -365,7 +331,7 @@ class BoardHolder:
         self._server = LineServer(listening, token, len(nodes), self._receive)
 
     def post(self, views: Sequence[RankView], seconds: float) -> None:
-        """See `Board`."""
+        """See `BoardGuest`."""
         self._rows = [pack(view) for view in views]
         self._left = all(v.beat.left or v.gone for v in views)
         self.posts.grow_older(seconds)
@@ -373,7 +339,7 @@ class BoardHolder:
         self.asleep = self.posts.asleep()
 
     def lost(self, limit: float) -> Lost | None:
-        """See `Board`."""
+        """See `BoardGuest`."""
         ages = self.posts.ages()
         if max(ages.values(), default=0.0) <= limit:
             return None
@@ -384,16 +350,16 @@ class BoardHolder:
         return Lost(nodes, max(ages.values()), self.posts.views_of(nodes), closed)
 
     def tell(self, report: Message) -> None:
-        """See `Board`."""
+        """See `BoardGuest`."""
         self._send_to_all(0, report)
         self._go.wait(_AGREE_S)
 
     def await_others(self) -> None:
-        """See `Board`."""
+        """See `BoardGuest`."""
         self._go.wait(_AGREE_S)
 
     def bring(self, number: int, evidence: Message) -> None:
-        """See `Board`."""
+        """See `BoardGuest`."""
         self._evidence[0] = evidence
 
     def gather(self, own: Callable[[], Message]) -> Mapping[int, Message] | None:
@@ -414,12 +380,12 @@ class BoardHolder:
         return None if others - self._evidence.keys() else dict(self._evidence)
 
     def needed(self, limit: float) -> bool:
-        """See `Board`."""
+        """See `BoardGuest`."""
         heard = {node for node, age in self.posts.ages().items() if age <= limit}
         return bool(heard & self._server.connected)
 
     def leave(self) -> None:
-        """See `Board`."""
+        """See `BoardGuest`."""
         self._server.close()
 
     def _receive(self, node: int, message: Message) -> Message | None:
@@ -457,3 +423,7 @@ class BoardHolder:
             for node in self._server.connected:
                 self._server.push(node, {"go": self._reports})
             self._go.set()
+
+
+Board: TypeAlias = BoardHolder | BoardGuest
+"""Board of a node, whichever holds it."""

@@ -177,7 +177,7 @@ class NodeWatch:
             self._miss(lost, views)
         if isinstance(self._board, BoardHolder):
             self._diagnose(self._board, views)
-        elif isinstance(self._board, BoardGuest):
+        else:
             self._warn(self._board)
 
     def leave(self) -> None:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron._torch import flight_recorder, group_ranks, watch_waits
+from lightning_megatron._torch.collectives import watch_waits
+from lightning_megatron._torch.groups import flight_recorder, group_ranks
 from lightning_megatron.fault_tolerance.hangs import flight_recorder as recorder
 from lightning_megatron.fault_tolerance.hangs.heartbeat import (
     EXIT,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.topology.coordinates import coordinates_of
@@ -81,18 +80,18 @@ def spike(window: Window, mean: float, limit: float) -> BadNumber:
     return BadNumber(what="spike", value=mean, ranks=ranks, detail=detail)
 
 
-def bad_gradients(norm: float, gradients: Sequence[tuple[str, Tensor]]) -> BadNumber:
-    """Find the gradients that are not finite; collective.
+def not_finite(gradients: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Names of the gradients that are not finite, in the order given."""
+    return [name for name, gradient in gradients if not bool(gradient.isfinite().all())]
+
+
+def bad_gradients(norm: float, found: Sequence[Sequence[str]]) -> BadNumber:
+    """Describe gradients that are not finite.
 
     Args:
         norm: norm of all gradients.
-        gradients: names and gradients of this rank, in the order of the network.
+        found: names of `not_finite` by rank, in the order of the network.
     """
-    mine = [name for name, gradient in gradients if not bool(gradient.isfinite().all())]
-    found: list[list[str]] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [[]] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
     ranks = tuple(rank for rank, names in enumerate(found) if names)
     names = list(dict.fromkeys(name for names in found for name in names))
     detail = f"the norm of the gradients is {norm}"

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.kernels import (
     cpu_attention,
     cpu_attention_backward,
     efficient_attention,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_megatron._torch import runs_backward
+from lightning_megatron._torch.graphs import runs_backward
 
 T = TypeVar("T")
 _REENTRANT: CodeType = CheckpointFunction.forward.__code__

@@ -35,9 +35,9 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, can_defer, compute_dtype
 from lightning_megatron.layers.experts.grouped import TorchGroupedGemm
 from lightning_megatron.layers.gemm import GroupedGemm
-from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.layers.mlp import activation_function
 from lightning_megatron.layers.size_checks import Activation
+from lightning_megatron.whole.memory import on_memory, saved_tensors
 
 _TORCH = TorchGroupedGemm()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron._torch import in_shape
+from lightning_megatron._torch.kernels import in_shape
 from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
@@ -24,10 +24,10 @@ from lightning_megatron.layers.linear import init_matrix
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.size_checks import Activation
-from lightning_megatron.layers.splits import part_of, split_of, whole
 from lightning_megatron.topology.coordinates import experts_meet_samples
 from lightning_megatron.topology.expert_layout import ExpertDispatch
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import part_of, split_of, whole
 
 log = logging.getLogger(__name__)
 

@@ -45,10 +45,10 @@ from lightning_megatron.layers.experts.routing import (
     within_capacity,
 )
 from lightning_megatron.layers.experts.tokens import Tokens
-from lightning_megatron.layers.memory import on_memory, saved_tensors
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import on_memory, saved_tensors
 
 
 @dataclass

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.context_split import only_layout, own_positions
 from lightning_megatron.layers.experts.decisions import kept
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.context_rows import only_layout, own_positions
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ size ``h`` about ``34 s b h`` bytes in 16 bits, and ``5 s^2 b n`` for attention 
 is usually most of the memory of a training step. A block that is *recomputed* keeps its input
 only, ``2 s b h``, and runs forward once more when its backward begins: a third more computation
 if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does; with
-``group=k`` runs of k blocks keep one input (`parallel.activations.groups`). If the
+``group=k`` runs of k blocks keep one input (`parallel.block_transforms`). If the
 recomputation is *selective*, a block also keeps the results of chosen operations, and repeats only
 the others (`parallel.activations.selective`).
 
@@ -39,9 +39,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_megatron._torch import compile_with_callers_only, tree_flatten
+from lightning_megatron._torch.fsdp import class_name
+from lightning_megatron._torch.graphs import compile_with_callers_only, tree_flatten
 from lightning_megatron.layers.experts.decisions import Decisions, uncounted
-from lightning_megatron.layers.memory import as_within, scopes
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
@@ -53,7 +53,7 @@ from lightning_megatron.parallel.activations.selective import (
     traced_contexts,
 )
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address, outermost
-from lightning_megatron.parallel.plan import class_name
+from lightning_megatron.whole.memory import as_within, scopes
 
 _FULL = ActivationConfig(recompute="full")
 _REPETITIONS = 3

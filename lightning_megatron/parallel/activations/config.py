@@ -8,11 +8,11 @@ from typing import Literal, cast, get_args
 
 from torch import nn
 
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.errors import holds, lists_of_names, switches, whole_numbers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.activations.selective import DEAR, OPERATIONS, is_operation
-from lightning_megatron.parallel.plan import class_name
 
 Mode = Literal["none", "full", "selective", "adaptive"]
 
@@ -46,7 +46,7 @@ class ActivationConfig:
     """Recompute each n-th block, beginning with the first."""
     group: int = 1
     """For full: how many consecutive blocks are recomputed together, so that only the input of the
-    first is kept (`parallel.activations.groups`). More than 1 asks for blocks that are items of a
+    first is kept (`parallel.block_transforms`). More than 1 asks for blocks that are items of a
     PipelineSequential."""
     offload: bool = False
     """Whether what autograd keeps of the blocks, recomputed or not, waits for the backward in host

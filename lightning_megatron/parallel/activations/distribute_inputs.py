@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
+from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.forward_wrapper import BlockForward
-from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.topology.axis import Axis
 
 _TOLERANCE = 1e-2

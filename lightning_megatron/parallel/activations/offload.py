@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address
 
 _SMALL_PART = 8

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_megatron._torch import (
+from lightning_megatron._torch.graphs import (
     CallersMode,
     DisableTorchFunctionSubclass,
     tree_flatten,

@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_unflatten
+from lightning_megatron._torch.graphs import tree_flatten, tree_unflatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import uncounted
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.layers.splits import part_of
 from lightning_megatron.parallel.context_check.parts import Parts, Place
 from lightning_megatron.parallel.context_check.stand_ins import StandIns, skeleton
 from lightning_megatron.parallel.context_check.trial import Fault, Leaf, Trial
 from lightning_megatron.parallel.context_problems import knows_context, splits
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.splits import part_of
 
 _SAMPLES = 2
 """Samples on which items are tried."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.parallel.context_check.parts import Parts
 from lightning_megatron.parallel.context_check.stand_ins import LARGE
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron._torch import tree_flatten, tree_map, tree_unflatten
+from lightning_megatron._torch.graphs import tree_flatten, tree_map, tree_unflatten
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import StageItems, accepted_keywords
 from lightning_megatron.parallel.context_check.parts import Parts, Place

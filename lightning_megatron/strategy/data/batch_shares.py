@@ -1,9 +1,9 @@
 """Unequal parts of the global batch: who reads how much, and how it counts.
 
 The loader keeps its ``batch_size=b``. The global batch stays ``b * ranks`` samples, the same ones
-in the same order as with equal parts, and is divided as the shares say (`data.shares`). So the
-position in the data means what it always means, and a run goes on under other shares or on another
-number of ranks.
+in the same order as with equal parts, and is divided as the shares say (`data.reading.shares`). So
+the position in the data means what it always means, and a run goes on under other shares or on
+another number of ranks.
 
 Every batch brings its `Portion` along: the batch sampler notes it when it draws the batch, which
 may be long before the step, and the step takes it. The runner of steps weighs losses with it
@@ -27,17 +27,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron._lightning import Stateful, training_loader, with_sampler
-from lightning_megatron._torch import watch_waits
+from lightning_megatron._lightning.loaders import Stateful, training_loader, with_sampler
+from lightning_megatron._torch.collectives import watch_waits
 from lightning_megatron.comm.votes import PerBatchVotes
-from lightning_megatron.data.sampler import Division
-from lightning_megatron.data.shares import Parts, Portion, UnevenBatches, sizes_of
+from lightning_megatron.data.reading.sampler import Division
+from lightning_megatron.data.reading.sharding import Share, order_of, with_batches
+from lightning_megatron.data.reading.shares import Parts, Portion, UnevenBatches, sizes_of
+from lightning_megatron.data.reading.weighted_log import WeighedLog
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import WATCHED, OwnWork
+from lightning_megatron.fault_tolerance.slow_rank_comparison import WATCHED, OwnWork
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.run_log.sections import OPTIMIZER, SectionClock
-from lightning_megatron.strategy.data.sharding import Share, order_of, with_batches
-from lightning_megatron.strategy.data.weighed_log import WeighedLog
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology
 

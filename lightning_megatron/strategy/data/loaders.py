@@ -15,17 +15,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
-from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
-from lightning_megatron.data.batch_sizes import BatchSizes
+from lightning_megatron._lightning.connectors import divide_data, divides_data
+from lightning_megatron._lightning.loaders import makes_training_loader
+from lightning_megatron.data.reading.batch_sizes import BatchSizes
+from lightning_megatron.data.reading.first_batches import compare_batches
+from lightning_megatron.data.reading.global_batch import schedule_of, sized
+from lightning_megatron.data.reading.seeding import seed_dataloader
+from lightning_megatron.data.reading.sharding import divide_predictions, share_of
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.batch_shares import BatchShares
-from lightning_megatron.strategy.data.first_batches import compare_batches
-from lightning_megatron.strategy.data.global_batch import schedule_of, sized
 from lightning_megatron.strategy.data.position import DataPosition
-from lightning_megatron.strategy.data.seeding import seed_dataloader
-from lightning_megatron.strategy.data.sharding import divide_predictions, share_of
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
+from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
 
@@ -70,14 +72,14 @@ class DataLoading:
         predicting = trainer.state.fn == TrainerFn.PREDICTING
         divide_data(trainer, divide=self._divides and predicting)
 
-    def check(self, batch: Any, trainer: Trainer, topology: Topology, group: Any) -> None:
+    def check(self, batch: Any, run: Run) -> None:
         """Compare the first batches of data that the user divides himself; collective."""
         if self._checked:
             return
         self._checked = True
-        names = self.position.left_to_the_user(trainer)
-        if names and topology.world_size > 1:
-            compare_batches(batch, names, topology, group)
+        names = self.position.left_to_the_user(run.trainer)
+        if names and run.world_size > 1:
+            compare_batches(batch, names, run.topology, run.host_group)
 
     def share_problems(
         self,

@@ -23,43 +23,45 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.loaders import (
     Stateful,
+    discard_batches,
+    read_anew,
+    repeats_short_loaders,
+    training_fetcher,
+    training_loader,
+)
+from lightning_megatron._lightning.loops import (
     batch_progress,
     begin_next_epoch,
     count_batches_anew,
-    discard_batches,
     epoch_counts,
-    hide_resuming_warning,
-    read_anew,
-    repeats_short_loaders,
     shift_batch_counts,
     take_batches_back,
     take_epoch_back,
-    training_fetcher,
-    training_loader,
     validates_first,
 )
-from lightning_megatron.data.batch_sizes import BatchSizes
-from lightning_megatron.data.lengths import TokenBudget
-from lightning_megatron.data.sampler import ResumableSampler
-from lightning_megatron.errors import ConfigError
-from lightning_megatron.strategy.data.batch_shares import BatchShares
-from lightning_megatron.strategy.data.global_batch import ScheduledBatches, scheduled
-from lightning_megatron.strategy.data.loader_states import LoaderStates
-from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
-from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
-from lightning_megatron.strategy.data.streams import (
+from lightning_megatron._lightning.warnings import hide_resuming_warning
+from lightning_megatron.comm.peers import Peers
+from lightning_megatron.data.reading.batch_sizes import BatchSizes
+from lightning_megatron.data.reading.global_batch import ScheduledBatches, scheduled
+from lightning_megatron.data.reading.iterable_datasets import (
     is_hugging_face,
     is_torchdata,
     load_loader,
     name_of,
 )
+from lightning_megatron.data.reading.lengths import TokenBudget
+from lightning_megatron.data.reading.loader_states import LoaderStates
+from lightning_megatron.data.reading.sampler import ResumableSampler
+from lightning_megatron.data.reading.seeding import SeededBatches, seed_samples
+from lightning_megatron.data.reading.sharding import DrawnOrder, Share, share_of
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
 
@@ -537,8 +539,6 @@ def _states_of_ranks(mine: list[Any], topology: Topology, group: Any) -> list[An
         return [None] * topology.batch.size
     if topology.world_size == 1:
         return [mine]
-    first = dist.get_rank() == 0
-    gathered: list[Any] | None = [None] * topology.world_size if first else None
-    dist.gather_object((topology.batch.rank, mine), gathered, group=group)
-    by_rank = dict(reversed(gathered or []))
+    gathered = Peers(group).gather((topology.batch.rank, mine)) or []
+    by_rank = dict(reversed(gathered))
     return [by_rank[rank] for rank in sorted(by_rank)]

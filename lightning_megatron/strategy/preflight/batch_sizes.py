@@ -8,14 +8,15 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megatron._lightning import synchronizes_batch_norm, training_source
-from lightning_megatron.data.batch_sizes import BatchSizes
+from lightning_megatron._lightning.hooks import synchronizes_batch_norm
+from lightning_megatron._lightning.loaders import training_source
+from lightning_megatron.data.reading.batch_sizes import BatchSizes
+from lightning_megatron.data.reading.global_batch import schedule_of, sizing_problem
 from lightning_megatron.errors import whole_numbers
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.parallel.activations.config import ActivationConfig
-from lightning_megatron.parallel.zero import ShardingConfig
-from lightning_megatron.strategy.data.global_batch import schedule_of, sizing_problem
 from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.zero.data_parallel import ShardingConfig
 
 AUTO_SIZE = "auto"
 """Value of ``microbatch_size`` that leaves it to the strategy."""

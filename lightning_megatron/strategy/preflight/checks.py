@@ -31,19 +31,23 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
-from lightning_megatron._lightning import divides_data, set_device_mesh, training_source
-from lightning_megatron._torch import has_hooks
+from lightning_megatron._lightning.connectors import divides_data
+from lightning_megatron._lightning.hooks import set_device_mesh
+from lightning_megatron._lightning.loaders import training_source
+from lightning_megatron._torch.dtensor import has_hooks
 from lightning_megatron.adoption.adapter_problems import adapter_problems
 from lightning_megatron.adoption.adapters import join_adapters
-from lightning_megatron.data.lengths import TokenBudget
-from lightning_megatron.errors import ConfigError, switches
+from lightning_megatron.build.meta_build import OTHER_AXES, Attempt, axis_problem
+from lightning_megatron.data.reading.global_batch import schedule_of
+from lightning_megatron.data.reading.lengths import TokenBudget
+from lightning_megatron.errors import ConfigError, switches, whole_numbers
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.apply import layout_of
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
-from lightning_megatron.parallel.zero import ComputeTypes, ShardingConfig
+from lightning_megatron.parallel.skeleton import skeleton_problems
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
 from lightning_megatron.schedules.schedule import (
     CUSTOM,
@@ -51,16 +55,12 @@ from lightning_megatron.schedules.schedule import (
     make_schedule,
     schedule_problems,
 )
-from lightning_megatron.strategy.data.global_batch import schedule_of
-from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
 from lightning_megatron.strategy.preflight.batch_sizes import (
     AUTO_SIZE,
     batch_size_problems,
     fitting_problems,
 )
-from lightning_megatron.strategy.skeleton import skeleton_problems
-from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.degrees import (
@@ -70,6 +70,8 @@ from lightning_megatron.topology.degrees import (
     infer_degrees,
 )
 from lightning_megatron.topology.expert_layout import ExpertConfig
+from lightning_megatron.tuning.schedule import AUTO, PLACED, first_schedule
+from lightning_megatron.zero.data_parallel import ComputeTypes, ShardingConfig
 
 log = logging.getLogger(__name__)
 
@@ -225,17 +227,9 @@ class LayoutOptions:
         return problems
 
     def _microbatch_problems(self) -> list[str]:
-        problems = [
-            f"{name}={value!r}: must be a whole number of at least 1; nearest valid: {name}=1"
-            for name, value in (
-                (
-                    "microbatch_size",
-                    None if self.microbatch_size == AUTO_SIZE else self.microbatch_size,
-                ),
-                ("num_microbatches", self.num_microbatches),
-            )
-            if value is not None and _whole(value) < 1
-        ]
+        size = None if self.microbatch_size == AUTO_SIZE else self.microbatch_size
+        given = {"microbatch_size": size, "num_microbatches": self.num_microbatches}
+        problems = whole_numbers(1, **{n: v for n, v in given.items() if v is not None})
         if self.microbatch_size is not None and self.num_microbatches is not None:
             problems.append(
                 f"microbatch_size={self.microbatch_size}, num_microbatches="

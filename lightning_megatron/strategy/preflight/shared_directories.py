@@ -26,7 +26,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.launch.attempt import Peer
 from lightning_megatron.launch.rendezvous import named_ranks

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron import env
-from lightning_megatron._lightning import (
-    default_backend,
-    destroy_group_at_exit,
-)
-from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
+from lightning_megatron._lightning.launch import default_backend, destroy_group_at_exit
+from lightning_megatron._torch.groups import HashStore, PrefixStore, Store, default_store
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt, Peer, recall, remember
@@ -171,8 +169,7 @@ def _compare(options: Mapping[str, str], device: torch.device) -> None:
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     if int(largest[0]) == -int(largest[1]):
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dict(options), Peer.here().host))
+    everyone = Peers().all_gather((dict(options), Peer.here().host))
     first, host = everyone[0]
     problems = {}
     for other, _ in everyone:

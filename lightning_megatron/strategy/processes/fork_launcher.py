@@ -42,22 +42,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_megatron import env
-from lightning_megatron._lightning import (
+from lightning_megatron._lightning.launch import (
     LauncherBase,
     callback_states,
     forget_launcher,
-    forget_loader_states,
     run_as_entry_point,
 )
-from lightning_megatron._torch import (
-    abandon_process_groups,
-    end_kernel_threads,
-    forget_meshes,
-)
+from lightning_megatron._lightning.loaders import forget_loader_states
+from lightning_megatron._torch.dtensor import forget_meshes
+from lightning_megatron._torch.groups import abandon_process_groups
+from lightning_megatron._torch.kernels import end_kernel_threads
 from lightning_megatron.checkpoint.gather_state import gather
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.failures.root_cause import describe_exit, is_echo
-from lightning_megatron.fault_tolerance.preemption.signals import interrupt_once
+from lightning_megatron.fault_tolerance.signals import interrupt_once
 
 _PATIENCE_S = 20.0
 """Seconds in which ranks may end once one of them has ended with an error."""

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from typing_extensions import override
 
 from lightning_megatron import env
-from lightning_megatron._lightning import ScriptLauncher, limit_threads
+from lightning_megatron._lightning.launch import ScriptLauncher, limit_threads
 from lightning_megatron.fault_tolerance.failures.board import Ending
 from lightning_megatron.fault_tolerance.failures.peer_watch import PeerWatch
 from lightning_megatron.fault_tolerance.failures.root_cause import describe_exit

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from lightning_megatron._lightning import LauncherBase
+from lightning_megatron._lightning.launch import LauncherBase
 from lightning_megatron.run_log.events import EventLog
 
 

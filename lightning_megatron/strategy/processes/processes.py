@@ -14,9 +14,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 from lightning_megatron import env
-from lightning_megatron._lightning import LauncherBase, is_interactive
+from lightning_megatron._lightning.launch import LauncherBase, is_interactive
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, ConnectError
-from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
+from lightning_megatron.fault_tolerance.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt, Peer
 from lightning_megatron.launch.rendezvous import dismiss
@@ -178,9 +179,7 @@ class Processes:
         """Name of the node of every rank; collective where somebody else connected the ranks."""
         if len(self.attempt.peers) == dist.get_world_size():
             return [peer.node for peer in self.attempt.peers]
-        names: list[Any] = [""] * dist.get_world_size()
-        dist.all_gather_object(names, Peer.here().node)
-        return names
+        return Peers().all_gather(Peer.here().node)
 
     def forget_interface(self) -> None:
         """Leave to the environment the choice of an interface that `find_peers` made."""

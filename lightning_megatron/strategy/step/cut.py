@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.pipeline.microbatch import (
@@ -20,9 +21,9 @@ from lightning_megatron.pipeline.microbatch import (
     batch_size_of,
     split,
 )
-from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch
 from lightning_megatron.topology.coordinates import experts_meet_samples
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.tuning.fit_memory import FittingMicrobatch
 
 
 class BatchCut:
@@ -97,5 +98,5 @@ def _balances_over_samples(module: nn.Module, topology: Topology) -> bool:
         isinstance(child, Router) and child.config.balance == "batch" for child in module.modules()
     )
     if topology.pp.size > 1:  # a stage without routers has as many microbatches as the others
-        balanced = any(topology.pp.all_gather_object(balanced))
+        balanced = any(Peers.over(topology.pp).all_gather(balanced))
     return balanced

@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_megatron.layers.experts.decisions import company
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.pipeline.microbatch import Microbatches
 from lightning_megatron.pipeline.runner import Step
@@ -25,6 +24,7 @@ from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategy.attributes import unchanged
 from lightning_megatron.strategy.left_behind import LeftBehind
 from lightning_megatron.strategy.microbatch_logging import LogRecorder
+from lightning_megatron.whole.splits import whole
 
 _CONTEXTS = {
     "training_step": "train_step_context",

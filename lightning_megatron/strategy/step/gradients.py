@@ -13,8 +13,8 @@ accumulation, as they do in one process::
     show               all of them                       nothing
 """
 
-from lightning_megatron.layers.memory import memory_of_parts
-from lightning_megatron.parallel.gradients import GradientSet, HeldGradient
+from lightning_megatron.whole.memory import memory_of_parts
+from lightning_megatron.zero.gradients import GradientSet, HeldGradient
 
 
 @memory_of_parts

@@ -28,28 +28,27 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.adoption.generation import generate_together
 from lightning_megatron.comm.objects import ObjectBroadcast
-from lightning_megatron.data.shares import Portion
+from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, merge
 from lightning_megatron.pipeline.runner import Executor, LossOf, NoPipeline, Pipeline
 from lightning_megatron.pipeline.runner import Step as UserStep
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.strategy.code_inspection import methods_of
-from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.router_bias import RouterBias
-from lightning_megatron.strategy.step.coupling import SampleCoupling
 from lightning_megatron.strategy.step.cut import BatchCut
 from lightning_megatron.strategy.step.evaluation import Evaluation
-from lightning_megatron.strategy.step.fit_memory import FittingMicrobatch, NoReduction
 from lightning_megatron.strategy.step.forward import Forward
 from lightning_megatron.strategy.step.gradients import BatchGradients
-from lightning_megatron.strategy.step.loss import LossShare, loss_and_tokens
+from lightning_megatron.strategy.step.loss import LossShare, SampleCoupling, loss_and_tokens
+from lightning_megatron.tuning.fit_memory import FittingMicrobatch, NoReduction
+from lightning_megatron.zero.fully_sharded import FullySharded
 
 
 class Steps:
@@ -154,6 +153,15 @@ class Steps:
         """Whether the batch is the first before an optimizer step."""
         trainer = self.module.trainer
         return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+
+    def before_zero_grad(self) -> None:
+        """Let go of gradients in rows that ``zero_grad``, which comes next, would make whole.
+
+        Lightning calls it behind the step of the first batch of an accumulation. Users' hooks
+        between, which might look, override one after which gradients are whole from the start.
+        """
+        if self.module.automatic_optimization and self.first_of_accumulation:
+            self.parallel.gradients.forget_rows()
 
     @contextmanager
     def accumulation(self) -> Iterator[None]:
@@ -287,7 +295,7 @@ class WholeStep(Step):
     def _add_gradients(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         steps, precision = self._steps, self._steps.precision
         parallel, topology = steps.parallel, steps.parallel.topology
-        parallel.gradients.begin(fresh=steps.first_of_accumulation)
+        parallel.gradients.begin()
         parallel.data.begin(blocked=steps.accumulating)
         parallel.data.before_backward()
         steps.forward.lengths.backward(0)

@@ -11,7 +11,7 @@ from lightning_megatron.checkpoint.directory import commit
 from lightning_megatron.checkpoint.directory.commit import remove
 from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import DamagedCheckpointError
 from lightning_megatron.strategy.checkpoint_paths import names_of
 from tests.checkpoint.damage import flip, rewrite_manifest, save

@@ -11,7 +11,7 @@ from lightning_megatron.checkpoint.directory.verify import (
     check_files,
     foreign_files,
 )
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 CONTENTS = {"state.json": b"{}", ".metadata": b"abc", "__0_0.distcp": bytes(3 << 20)}

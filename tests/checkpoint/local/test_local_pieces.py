@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.local.directory import (
 )
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.transfer import BLOCK_BYTES, Transfer, exchange
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.testing import WorkerPool
 
@@ -125,8 +125,7 @@ def test_room(tmp_path: Path) -> None:
     assert roomiest([empty, full], 2 * free, "1") in (empty, full)
     shm = Path("/dev/shm")
     if local_directory._is_in_memory(shm):
-        # Others take memory between the two looks.
-        assert min(local_directory._memory_left()) > 0.9 * local_directory.free_bytes(shm) > 0
+        assert min(local_directory._memory_left()) >= local_directory.free_bytes(shm) > 0
 
 
 def test_what_the_dead_have_left_is_deleted_after_a_day(tmp_path: Path) -> None:

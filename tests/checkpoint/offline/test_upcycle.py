@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_megatron import LanguageModel, MegatronStrategy
+from lightning_megatron.build.init import materialize
 from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
 from lightning_megatron.checkpoint.offline.upcycle import upcycle
 from lightning_megatron.cli import main
-from lightning_megatron.layers.init import materialize
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.mixture_config import MixtureConfig
 from lightning_megatron.models.transformer import Transformer

@@ -23,8 +23,8 @@ from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.load.newest import open_newest
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import CheckpointConfig, Saver
+from lightning_megatron.comm.peers import Peers
 
 ROWS = 512
 """Of a weight: enough for writing it to take a while."""

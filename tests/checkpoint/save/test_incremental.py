@@ -17,10 +17,10 @@ from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save import incremental
 from lightning_megatron.checkpoint.save.saver import Saver
 from lightning_megatron.cli import main
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import flip, place_of
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lightning_megatron.checkpoint.chunks import model_chunks, whole
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.dcp_writer import offer, write_shards
 from lightning_megatron.checkpoint.save.save_plan import SavePlanning, all_chunks
 from lightning_megatron.checkpoint.save.write_assignment import plan_in_turn
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError
 
 

@@ -17,8 +17,8 @@ from lightning_megatron.checkpoint.collective_io import load_directory
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 WRITE = FileSystemWriter.write_data

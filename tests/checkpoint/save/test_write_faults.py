@@ -9,8 +9,8 @@ from torch import nn
 from lightning_megatron.checkpoint.chunks import model_chunks
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.comm.peers import Peers
 from tests.checkpoint.faults import (
     FAILS_AT,
     FAULTS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron._torch import TCPStore
+from lightning_megatron._torch.groups import TCPStore
 from lightning_megatron.fault_tolerance.failures.board import (
     Ending,
     EndingBoard,

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.memory import own_weights
-from lightning_megatron.parallel.gradients import local
+from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.zero.gradients import local
 from tests.strategy.small import GLOBAL_BATCH, WIDTH, make_trainer
 
 

@@ -10,6 +10,7 @@ from lightning_megatron.fault_tolerance.numbers.diagnosis import (
     bad_gradients,
     bad_loss,
     in_words,
+    not_finite,
     spike,
 )
 from lightning_megatron.topology.degrees import Degrees
@@ -70,12 +71,15 @@ def test_gradients_name_the_one_nearest_the_loss() -> None:
         (name, torch.tensor([1.0, bad]))
         for name, bad in zip("abc", (1.0, BAD, math.inf), strict=True)
     ]
-    found = bad_gradients(BAD, gradients)
+    found = bad_gradients(BAD, [not_finite(gradients)])
     assert found.ranks == (0,)
     assert found.detail == (
         "the norm of the gradients is nan; those of 2 parameters are not finite, c nearest the loss"
     )
-    assert bad_gradients(math.inf, gradients[:1]).detail == "the norm of the gradients is inf"
+    assert (
+        bad_gradients(math.inf, [not_finite(gradients[:1])]).detail
+        == "the norm of the gradients is inf"
+    )
 
 
 def test_eight_ranks_are_shown() -> None:

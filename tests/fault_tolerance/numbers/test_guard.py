@@ -19,9 +19,9 @@ from lightning_megatron import (
     RollbackConfig,
     SpikeConfig,
 )
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.run_log.events import read_events
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.gradients import local
 from tests.fault_tolerance.numbers.guarded import (
     BadGradient,
     Guarded,

@@ -11,8 +11,8 @@ from lightning_megatron.layers.experts.config import RouterConfig
 from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.expert_layout import ExpertDispatch
+from lightning_megatron.whole.splits import whole
 from tests.layers.context import on_context
 from tests.layers.experts.test_dispatch_layouts import dispatch_topology, finished
 from tests.layers.parity import close, local_part

@@ -12,7 +12,7 @@ from lightning_megatron.layers.experts.decisions import Decisions, kept
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.activations.checkpointing import measure, recompute
 from lightning_megatron.parallel.activations.config import ActivationConfig, blocks_to_recompute
-from lightning_megatron.parallel.activations.groups import recompute_groups
+from lightning_megatron.parallel.block_transforms import recompute_groups
 from tests.layers.experts.test_layer_alone import VARIANTS, H, build
 
 FULL = ActivationConfig(recompute="full")

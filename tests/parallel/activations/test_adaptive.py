@@ -13,12 +13,12 @@ from torch import Tensor
 
 from benchmarks.recomputation import LiveBytes
 from lightning_megatron import ActivationConfig, CompileConfig, MegatronStrategy, PipelineConfig
-from lightning_megatron._torch import compare_memory_of_recomputed
+from lightning_megatron._torch.graphs import compare_memory_of_recomputed
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.activations.knapsack import needed
 from lightning_megatron.pipeline.timing import saved_bytes
-from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.tuning.recomputation import AdaptiveMemory
 from tests.parity.jobs import ParityModule, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
 from tests.strategy.small import tuner_of

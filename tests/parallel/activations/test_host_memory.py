@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from lightning_megatron import ShardingConfig
-from lightning_megatron._torch import move_outside_units, parameter_groups
-from lightning_megatron.parallel.gradients import local
+from lightning_megatron._torch.fsdp import move_outside_units, parameter_groups
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.zero.gradients import local
 from tests.strategy.small import Small, loader, make_trainer, weights
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.recomputation import LiveBytes
 from lightning_megatron import ActivationConfig, PipelineSequential
-from lightning_megatron._torch import TorchDispatchMode
+from lightning_megatron._torch.graphs import TorchDispatchMode
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.block_transforms import transform_blocks

@@ -18,12 +18,12 @@ from lightning_megatron.layers import (
     SplitContext,
     VocabParallelEmbedding,
 )
-from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_tensor import context_tensor
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.context_check.check import ContextCheck
 from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.whole.context_part import Place
+from lightning_megatron.whole.context_tensor import context_tensor
 from tests.parallel.context_check import strangers
 from tests.parallel.context_check.strangers import MIXING, ORDINARY, WIDTH, Applies
 

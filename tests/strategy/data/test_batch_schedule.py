@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.callbacks.batch_schedule import BatchSchedule
-from lightning_megatron.data.batch_sizes import BatchSizes, NoiseScale
-from lightning_megatron.data.sampler import ResumableSampler
+from lightning_megatron.data.reading.batch_sizes import BatchSizes, NoiseScale
+from lightning_megatron.data.reading.sampler import ResumableSampler
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.data.loaders import Pairs, Stream

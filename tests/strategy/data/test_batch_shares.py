@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_megatron import ConfigError, MeasuredShares
-from lightning_megatron.data.shares import Parts, UnevenBatches, sizes_of
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork
+from lightning_megatron.data.reading.shares import Parts, UnevenBatches, sizes_of
+from lightning_megatron.fault_tolerance.slow_rank_comparison import OwnWork
 from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, assert_same, make_trainer, merged, samples, weights

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import ConfigError, EventLogWriter, FaultTolerance, Preemption
-from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.strategy.preflight import shared_directories as shared_places
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import make_trainer

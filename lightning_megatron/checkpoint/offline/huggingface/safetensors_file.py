@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_megatron._torch import SAFETENSORS_DTYPES
+from lightning_megatron._torch.safetensors_dtypes import SAFETENSORS_DTYPES
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}

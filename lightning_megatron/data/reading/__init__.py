@@ -1,0 +1,1 @@
+"""Reading of samples: who reads which, in which order, and where a run goes on."""

@@ -1,1 +1,0 @@
-"""Preemption: signals that end a run, and the checkpoint saved before it ends."""

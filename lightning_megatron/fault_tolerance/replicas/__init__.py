@@ -1,1 +1,0 @@
-"""Silent data corruption: `ReplicaCheck` compares copies of weights bit by bit."""

@@ -1,1 +1,0 @@
-"""Restarts: `RestartPolicy` ends a run that fails again and again at the same step."""

@@ -1,1 +1,0 @@
-"""DataLoader workers that die, hang or raise: `WorkerGuard` replaces them."""

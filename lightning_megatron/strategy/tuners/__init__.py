@@ -1,1 +1,0 @@
-"""Measure the first steps, then change the schedule, the recomputation or the partition."""

@@ -1,0 +1,1 @@
+"""What a run measures and then sets by itself: partition, schedule, recomputation, microbatches."""

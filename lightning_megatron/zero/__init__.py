@@ -1,0 +1,1 @@
+"""Data parallelism: weights that are whole on every rank, or shared out (ZeRO)."""
