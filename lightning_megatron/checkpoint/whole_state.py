@@ -47,6 +47,7 @@ from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.unparallelize import is_whole
 from lightning_megatron.whole.memory import parts_of_weights
+from lightning_megatron.whole.stage_weights import StageTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +364,7 @@ def _keeps_state_beside(module: nn.Module) -> bool:
 
 
 def _address(value: Any) -> int | None:
-    if isinstance(value, LazyTensor) or not isinstance(value, Tensor):
+    if isinstance(value, LazyTensor | StageTensor) or not isinstance(value, Tensor):
         return None
     return value.to_local().data_ptr() if isinstance(value, DTensor) else value.data_ptr()
 

@@ -24,6 +24,7 @@ from lightning_megatron._lightning.loops import (
     replace_end_of_batch,
     replace_end_of_epoch,
     replace_monitored_value,
+    runs_last_batch,
     say_validation_has_begun,
     shift_batch_counts,
     take_batches_back,
@@ -64,6 +65,23 @@ def test_validates_after_batch_and_is_last_batch() -> None:
     replace_end_of_batch(trainer, ours)
     trainer.fit(Module())
     assert found == [(False, False), (True, True)]
+
+
+def test_runs_last_batch() -> None:
+    found: list[bool] = []
+
+    def note(trainer: pl.Trainer, *_: Any) -> None:
+        found.append(runs_last_batch(trainer))
+
+    trainer = make_trainer(On(on_train_batch_start=note), limit_val_batches=0)
+    trainer.fit(Module())
+    assert found == [False, True]
+    for run in ("validate", "test", "predict"):
+        found.clear()
+        limit = {f"limit_{run.replace('validate', 'val')}_batches": 2}
+        hook = f"on_{run.replace('validate', 'validation')}_batch_start"
+        getattr(make_trainer(On(**{hook: note}), **limit), run)(Module())
+        assert found == [False, True], run
 
 
 def test_replace_end_of_epoch_and_end_epoch() -> None:

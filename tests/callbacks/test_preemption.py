@@ -41,6 +41,9 @@ class Journal(pl.Callback):
         self.seen: list[Any] = []
         self.batches = 0
 
+    def on_after_backward(self, *args: Any) -> None:
+        """As `Strike` has one: where such a hook exists, gradients are summed in another order."""
+
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self.seen.append(("begin", trainer.current_epoch, trainer.global_step))
 
