@@ -125,7 +125,7 @@ class SwitchParts(Switch):
     @override
     def install(self, name: str, stack: ExitStack) -> bool:
         with suppress(ImportError, AttributeError):
-            return _found("layers.weights:WeightParts") is not None
+            return _found("whole.weights:WeightParts") is not None
         return False
 
     @override

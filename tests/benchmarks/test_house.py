@@ -244,6 +244,12 @@ def test_a_function_is_taken_out_and_put_back() -> None:
 
 
 # A watcher that the package has no longer is left out of the table.
+def test_every_watcher_is_in_this_checkout() -> None:
+    for name, switch in watchers.switches().items():
+        with ExitStack() as stack:
+            assert switch.install(name, stack), name
+
+
 @pytest.mark.parametrize(
     "case",
     ["one process, 4 microbatches", "tp=2, the step mentions weights", "pp=2, 4 microbatches"],
