@@ -61,9 +61,10 @@ class WeightWatch:
         self._let_clear(gradients)
         if self._stages is not None:  # a stage may have no weights
             self._show_optimizers(self._stages)
-        elif places:
+        if places or self._stages is not None:
             for optimizer in self._run.optimizers:
-                vars(optimizer)["zero_grad"] = on_memory(optimizer.zero_grad)
+                clear = _clearing(optimizer.zero_grad, gradients, self._stages)
+                vars(optimizer)["zero_grad"] = clear
 
     def stop(self) -> None:
         """Undo `begin`."""
@@ -159,7 +160,6 @@ class WeightWatch:
                 shown = _of_all_stages(group["params"], stages, (number, index))
                 group["params"] = GroupWeights(shown, stages, is_known=is_known)
             self.show_groups(optimizer)
-            vars(optimizer)["zero_grad"] = _clearing(optimizer.zero_grad, stages)
 
     def _show_stages(self, gradients: GradientSet, trunk: PipelineSequential) -> StageWeights:
         topology = self._run.topology
@@ -233,13 +233,17 @@ def _of_all_stages(
     return [*own[:at], *inside, *(p for p in own[at:] if stages.owner_of(p) is None)]
 
 
-def _clearing(zero_grad: Callable[..., Any], stages: StageWeights) -> Callable[..., Any]:
+def _clearing(
+    zero_grad: Callable[..., Any], gradients: GradientSet, stages: StageWeights | None
+) -> Callable[..., Any]:
     """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
 
     @on_memory
     def cleared(*args: Any, **kwargs: Any) -> None:
         zero_grad(*args, **kwargs)
-        stages.forget_gradients()
+        gradients.forget_rows()
+        if stages is not None:
+            stages.forget_gradients()
 
     return cleared
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -61,6 +62,15 @@ class LooksWhole:
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def gradient_format(weight: nn.Parameter) -> torch.dtype | None:
+    """Number format of a weight's gradient, also of one that lies in rows; None without one."""
+    gradient: Tensor | None = _get(weight)
+    rows = weight._rows if isinstance(weight, LooksWhole) else None
+    if gradient is None and rows is not None and rows.gradient is not None:
+        return weight.grad_dtype or weight.dtype
+    return None if gradient is None else gradient.dtype
 
 
 class DividedWeight(LooksWhole, nn.Parameter):

@@ -43,6 +43,7 @@ from lightning_megatron._torch.graphs import (
 from lightning_megatron._torch.wrappers import stand_in
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.divided_gradient import gradient_format
 from lightning_megatron.whole.memory import runs_layer
 from lightning_megatron.whole.splits import place_of, whole
 from lightning_megatron.whole.stage_functions import (
@@ -665,8 +666,8 @@ class StageWeights:
             mine = []
             with DisableTorchFunctionSubclass():
                 for name in self._known:
-                    gradient = self._own[name].grad if name in self._own else None
-                    mine.append(0 if gradient is None else 1 + FORMATS.index(gradient.dtype))
+                    held_in = gradient_format(self._own[name]) if name in self._own else None
+                    mine.append(0 if held_in is None else 1 + FORMATS.index(held_in))
                 found = torch.tensor(mine, dtype=torch.uint8, device=self.topology.device)
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self.topology.pp.group)
             formats = [FORMATS[number - 1] if number else None for number in found.tolist()]

@@ -270,7 +270,7 @@ class GradientBuckets:
                 continue
             mean, held_in = piece.view(parameter.shape), parameter.grad_dtype
             if parameter.is_contiguous() and held_in in (mean.dtype, None):
-                parameter.grad = mean  # where it is: the bucket's memory is not copied again
+                parameter.grad = mean.detach()  # in the bucket, but no view: detach_() is allowed
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter, dtype=held_in)
