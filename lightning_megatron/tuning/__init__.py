@@ -1,1 +1,1 @@
-"""What a run measures and then sets by itself: partition, schedule, recomputation, microbatches."""
+"""Tuners: a run measures and sets partition, schedule, recomputation and microbatches itself."""

@@ -36,7 +36,7 @@ from lightning_megatron._torch.kernels import foreach_functions
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Callable[..., Any], Args, Kwargs], Any]
-"""What a class of tensors does in place of a function: it gets this, and the arguments."""
+"""Function that a class of tensors calls in place of one of torch: it gets that, and arguments."""
 
 Kind = Literal[
     # What the tensor is, whatever its values are.
@@ -123,7 +123,7 @@ Total = Literal["sum", "mean", "norm", "any", "all", "max", "min"]
 
 @dataclass(frozen=True)
 class TorchFunction:
-    """What a function of torch does."""
+    """Kind of a function of torch, and where its arguments are."""
 
     kind: Kind
     """Kind."""
@@ -136,7 +136,7 @@ class TorchFunction:
     of_each: str = ""
     """Name of what a function of lists does to each tensor."""
     total: Total | None = None
-    """What becomes one number when no dim is named; that of parts follows from those of each."""
+    """Number to which all elements are reduced when no dim is named, parts one by one."""
 
 
 _BINARY = "add sub mul truediv floordiv mod pow and or xor div"
@@ -275,7 +275,7 @@ def _functions() -> Iterator[tuple[Callable[..., Any], TorchFunction]]:
 
 
 TORCH_FUNCTIONS: Mapping[Callable[..., Any], TorchFunction] = dict(_functions())
-"""What each function of torch does, by the function that ``__torch_function__`` gets."""
+"""The table, by the function that ``__torch_function__`` gets."""
 
 
 OF_MEMORY: frozenset[Kind] = frozenset(
@@ -363,7 +363,7 @@ def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
 def told_by_shape(
     func: Callable[..., Any], args: Args, kwargs: Kwargs, shape: torch.Size
 ) -> torch.Size | int:
-    """What a function of the kind ``shape`` tells of a tensor that has ``shape``."""
+    """Result of a function of the kind ``shape`` of a tensor that has ``shape``."""
     if func == _SHAPE:
         return shape
     if func == Tensor.size:

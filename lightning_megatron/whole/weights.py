@@ -76,7 +76,7 @@ from lightning_megatron.whole.torch_functions import (
 
 
 class _PartOfWeight(Tensor):
-    """What a weight in parts, its gradient and what follows from them have in common."""
+    """Base of weights in parts, of their gradients and of what follows from them."""
 
     handles_split_tensors = True
     handles_weights = True

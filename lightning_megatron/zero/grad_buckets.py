@@ -63,7 +63,7 @@ class _Bucket:
     members: list[nn.Parameter] = field(default_factory=list)
     """The parameters that take part in the reduction that is under way, or in the batch's rows."""
     rows: list[OwnedRows] = field(default_factory=list)
-    """What this rank owns of the members, where ranks divide them."""
+    """Rows that this rank owns of the members, where ranks divide them."""
     had: set[int] = field(default_factory=set)
     """Positions among the members for which this rank has had a gradient in this batch."""
     work: dist.Work | None = None

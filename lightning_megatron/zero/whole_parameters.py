@@ -198,7 +198,7 @@ class WholeParameters(ZeroDataParallel):
             gather.gather(own)
 
     def _by_gather(self, members: Iterable[OwnedRows]) -> "list[tuple[RowGather, list[OwnedRows]]]":
-        """What of some rows is gathered, and by what."""
+        """Members of a gather of rows, and the gather."""
         divided = [rows for rows in members if not rows.is_whole]
         each = [
             (gather, [rows for rows in divided if rows.parameter in parameters])

@@ -290,7 +290,7 @@ def _stored(reader: CheckpointReader, name: str) -> str | None:
 
 
 def _prefix(reader: CheckpointReader, names: Sequence[str], like: Path) -> str:
-    """What the names of the checkpoint have before those of the model.
+    """Prefix of the checkpoint's names before those of the model.
 
     Raises:
         ConfigError: they are not those of the model.
