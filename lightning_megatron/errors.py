@@ -127,6 +127,10 @@ class NoSuchTokensError(TokenFileError, FileNotFoundError):
     """A path holds no files of tokens."""
 
 
+class ReplicaError(MegatronError, RuntimeError):
+    """Ranks hold different values of what is to be equal on all of them."""
+
+
 class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
     """A path holds no checkpoint."""
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.fault_tolerance.replica_comparison import Difference
 from lightning_megatron.fault_tolerance.signals import Stop, StopFlag
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.parallel.apply import ParallelModule
@@ -77,6 +78,20 @@ class Recovery(Protocol):
 
     def run_again(self) -> None:
         """Run the batch once more of which `accept_step` is being asked; collective."""
+
+
+class Replicas(Protocol):
+    """The strategy's own comparison of the copies of weights.
+
+    Attributes:
+        answer: what is done about differences that it finds; None ends the run.
+    """
+
+    answer: Callable[[list[Difference]], None] | None
+
+    def describe(self, step: int, found: list[Difference]) -> str:
+        """Who differs in what, since when, and why that may be; collective."""
+        ...
 
 
 class Stopping(Protocol):
@@ -191,6 +206,11 @@ class MegatronServices(Protocol):
     @property
     def recovery(self) -> Recovery:
         """Steps that are left out, repeated or undone."""
+        ...
+
+    @property
+    def replicas(self) -> Replicas:
+        """Comparison of copies."""
         ...
 
     @property

@@ -93,6 +93,7 @@ from lightning_megatron.strategy.pretrained_models import save_together
 from lightning_megatron.strategy.processes.connection import ConnectionConfig
 from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.rank_options import named_options
+from lightning_megatron.strategy.replica_watch import ReplicaWatch
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.sharded_errors import explain
 from lightning_megatron.strategy.stage_state import StepState
@@ -215,6 +216,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.tuners: list[Tuner] = []
         self.weight_watch = WeightWatch(self)
         self.recovery = StepRecovery(self)
+        self.replicas = ReplicaWatch(self)
         self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
         self.held: Callable[[], bool] | None = None
         self._random_state: RandomState | None = None
@@ -554,6 +556,7 @@ class MegatronStrategy(LaunchingStrategy):
         """The last hook before the first batch."""
         self.data.position.start(self.trainer)
         self.data.shares.start(self)
+        self.replicas.begin(on=self.options.zero.compare_copies)
         self.random_state.restore()
 
     @override
@@ -563,6 +566,8 @@ class MegatronStrategy(LaunchingStrategy):
         self.clock.enter(sections.FORWARD)
         self.data.begin_batch(batch_idx)
         first = self.steps.first_of_accumulation
+        if first:
+            self.replicas.before_batch()
         for tuner in tuple(self.tuners):  # one may move the module to a layout with others
             tuner.before_batch(accumulated=not first)
         if first and self.trainer.accumulate_grad_batches > 1:
@@ -662,6 +667,7 @@ class MegatronStrategy(LaunchingStrategy):
             self.checkpoints.finish()
             # Under manual optimization what ran last is gathered.
             self.parallel.data.come_to_rest()
+        self.replicas.end()
         self.data.shares.stop()
         self.clock.enter(sections.OTHER)
 

@@ -61,12 +61,17 @@ class ShardingConfig:
     """In stage 3 on GPUs, keep shards of parameters and gradients in pinned host memory, too.
     Beside the computation, parameters of a unit come ahead of their gather and gradients leave
     behind their reduction; the host waits for these after the backward."""
+    compare_copies: bool = True
+    """Compare what ranks hold alike before the first step, after steps 1, 2, 4, 8 and so on, and at
+    the end of training, and end a run in which it differs (`strategy.replica_watch`)."""
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""
         faults = whole_numbers(0, min_numel=self.min_numel) + lists_of_names(wrap=self.wrap)
         faults += switches(
-            offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters
+            offload_optimizer=self.offload_optimizer,
+            offload_parameters=self.offload_parameters,
+            compare_copies=self.compare_copies,
         )
         problems = [f"zero.{fault}" for fault in faults]
         if module is None or isinstance(cast(object, self.wrap), str):
