@@ -53,15 +53,16 @@ class ReplicaWatch:
         step = self._run.trainer.global_step
         if self._on and step >= self._next:
             self._next = self._began + 2 ** (step - self._began).bit_length()
-            self._compare(step)
+            self.compare(step)
 
     def end(self) -> None:
         """Training has ended; collective."""
         step = self._run.trainer.global_step
         if self._on and step != self._equal_at:
-            self._compare(step)
+            self.compare(step)
 
-    def _compare(self, step: int) -> None:
+    def compare(self, step: int) -> None:
+        """Compare what is held alike after a step; collective."""
         run = self._run
         run.parallel.data.come_to_rest()
         self.comparisons += 1
