@@ -225,7 +225,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._host_gloo: dist.ProcessGroup | None = None
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
-        self._shows_gradients = False
+        self.shows_gradients = False
         self.fitting: FittingMicrobatch | None = None
 
     # Processes ---------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
         self._host_gloo = host_group_along_pp(self.topology)
-        self.tuners, self._shows_gradients = [], False
+        self.tuners, self.shows_gradients = [], False
         self.fitting = self._new_fitting()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
@@ -409,7 +409,7 @@ class MegatronStrategy(LaunchingStrategy):
             self.checkpoints.open()
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
-            self._shows_gradients = looks
+            self.shows_gradients = looks
             self.parallel.data.show_gradients(looks)
             if (
                 self.topology.pp.size > 1
@@ -446,7 +446,7 @@ class MegatronStrategy(LaunchingStrategy):
         module, precision = self.module, self.precision
         self._parallel = parallel
         remember_layout(module, parallel)
-        if self._shows_gradients:  # it moves amid a run
+        if self.shows_gradients:  # it moves amid a run
             parallel.data.show_gradients(True)
         precision.use(parallel.gradients)
         precision.prepare(parallel)
@@ -592,7 +592,10 @@ class MegatronStrategy(LaunchingStrategy):
                 output: Any = self.recovery.zero_loss()
             else:
                 step = self.steps.begin(self.data.shares.portion)
-                with self.weight_watch.on_own_stage():
+                automatic = self.module.automatic_optimization  # then gradients are cleared behind
+                within = self.weight_watch.own_backwards() if automatic else nullcontext()
+                self.weight_watch.begin_batch()
+                with self.weight_watch.on_own_stage(), within:
                     output = step.run((*args, *kwargs.values()))
                 for tuner in self.tuners:
                     tuner.after_batch(step.count)
@@ -613,8 +616,11 @@ class MegatronStrategy(LaunchingStrategy):
         if not self.recovery.skips_batch:
             self.pre_backward(loss)
             loss = self.precision.pre_backward(loss, self.module)
-            with self.weight_watch.on_own_stage():  # which a backward may repeat
+            watch = self.weight_watch
+            with watch.on_own_stage(), watch.own_backwards():  # of a stage, which it may repeat
                 self.steps.step.backward(loss, optimizer, *args, **kwargs)
+            if self.steps.step.reduces_all:
+                watch.forget_written()
             loss = self.precision.post_backward(loss, self.module)
         self.post_backward(loss)
         automatic = self.module.automatic_optimization
@@ -637,6 +643,7 @@ class MegatronStrategy(LaunchingStrategy):
         automatic = self.module.automatic_optimization
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
+            self.checkpoints.before_update()  # there may have been no backward of this strategy's
         closure = self.recovery.begin_update(closure)
         self.weight_watch.show_groups(getattr(optimizer, "optimizer", optimizer))
         with self.data.scaled_rates(optimizer):
@@ -724,7 +731,8 @@ class MegatronStrategy(LaunchingStrategy):
     def _evaluating(self) -> Iterator[None]:
         """Context of a batch that does not train."""
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
-        with self._around_step(), self.weight_watch.on_own_stage():
+        watch = self.weight_watch
+        with self._around_step(), watch.on_own_stage(), watch.own_backwards():
             yield
         self.stop.end_evaluation()
 

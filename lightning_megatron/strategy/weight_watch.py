@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.comm.peers import Peers
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.strategy.group_weights import GroupWeights, StageState
 from lightning_megatron.strategy.run import Run
@@ -29,6 +30,7 @@ from lightning_megatron.whole.stage_weights import (
 )
 from lightning_megatron.whole.weights import WeightParts
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
+from lightning_megatron.zero.gradients_by_hand import GradientsByHand
 
 
 class WeightWatch:
@@ -43,6 +45,7 @@ class WeightWatch:
         self._parts: WeightParts | None = None
         self._divided: DividedGradients | None = None
         self._stages: StageWeights | None = None
+        self._by_hand: GradientsByHand | None = None
         self._goes_on = False
         """Whether the run is between two layouts."""
 
@@ -57,13 +60,15 @@ class WeightWatch:
             self._stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places)
-        self._divided = DividedGradients(gradients.hidden)
+        by_hand = self._by_hand = self._gradients_by_hand(gradients)
+        averaged = () if by_hand is None else by_hand.averaged
+        self._divided = DividedGradients(gradients.hidden, averaged, by_hand)
         self._let_clear(gradients)
         if self._stages is not None:  # a stage may have no weights
             self._show_optimizers(self._stages)
-        if places or self._stages is not None:
+        if places or by_hand is not None or self._stages is not None:
             for optimizer in self._run.optimizers:
-                clear = _clearing(optimizer.zero_grad, gradients, self._stages)
+                clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
 
     def stop(self) -> None:
@@ -82,6 +87,9 @@ class WeightWatch:
                     item.show(None)
                 elif isinstance(item, PipelineSequential):
                     vars(item).pop("around_items", None)
+        if self._by_hand is not None:
+            self._by_hand.close()
+            self._by_hand = None
         if self._divided is not None:
             vars(self._run.module).pop("zero_grad", None)
             self._divided.end()
@@ -89,6 +97,37 @@ class WeightWatch:
         if self._parts is not None:
             self._parts.end()
             self._parts = None
+
+    def _gradients_by_hand(self, gradients: GradientSet) -> GradientsByHand | None:
+        """Watch over gradients that users make, where hooks or steps of theirs may do so."""
+        run = self._run
+        if not (run.shows_gradients and gradients.spread):
+            return None
+
+        def check() -> None:
+            if run.precision.loss_factor != 1.0:
+                raise ConfigError(_PLAIN.format(what="precision='16-mixed'", which="not scaled"))
+            if run.steps.step.share.portion is not None:
+                which = "weighed by the samples of no rank"
+                raise ConfigError(_PLAIN.format(what="batch_shares", which=which))
+
+        return GradientsByHand(
+            gradients, run.parallel.data, accumulates=lambda: run.steps.accumulating, check=check
+        )
+
+    def begin_batch(self) -> None:
+        """Learn of what is trained from now on."""
+        if self._by_hand is not None:
+            self._by_hand.watch()
+
+    def own_backwards(self) -> AbstractContextManager[None]:
+        """Context in which the steps see to the gradients of backwards, or nobody wants them."""
+        return nullcontext() if self._by_hand is None else self._by_hand.paused()
+
+    def forget_written(self) -> None:
+        """A reduction has seen all gradients that there are."""
+        if self._by_hand is not None:
+            self._by_hand.forget()
 
     def _let_clear(self, gradients: GradientSet) -> None:
         """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
@@ -233,15 +272,26 @@ def _of_all_stages(
     return [*own[:at], *inside, *(p for p in own[at:] if stages.owner_of(p) is None)]
 
 
+_PLAIN = (
+    "{what}, loss.backward(): the loss is {which}, as only self.manual_backward knows how; nearest "
+    "valid: self.manual_backward(loss)"
+)
+
+
 def _clearing(
-    zero_grad: Callable[..., Any], gradients: GradientSet, stages: StageWeights | None
+    zero_grad: Callable[..., Any],
+    gradients: GradientSet,
+    stages: StageWeights | None,
+    by_hand: GradientsByHand | None,
 ) -> Callable[..., Any]:
     """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
 
     @on_memory
-    def cleared(*args: Any, **kwargs: Any) -> None:
-        zero_grad(*args, **kwargs)
+    def cleared(set_to_none: bool = True, **kwargs: Any) -> None:
+        zero_grad(set_to_none, **kwargs)
         gradients.forget_rows()
+        if by_hand is not None and not set_to_none:
+            by_hand.cleared()
         if stages is not None:
             stages.forget_gradients()
 

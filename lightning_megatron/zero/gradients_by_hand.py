@@ -1,0 +1,172 @@
+"""Gradients that users make by themselves, and not by the backward that the strategy runs.
+
+There are two ways, and after either all ranks are to have the gradient of one process:
+
+* ``loss.backward()`` in place of ``self.manual_backward(loss)``, or a further one in a hook. The
+  first gradient that arrives begins a reduction like that of the strategy's own backward, and the
+  end of the run of autograd's engine ends it, as under ``DistributedDataParallel``. Under ZeRO 3
+  FSDP2 reduces, whoever calls; the rest (unmanaged parameters, sums over tp) is completed here.
+* ``p.grad = g``, where ``g`` comes from ``torch.autograd.grad`` or is made of such. The parameter
+  remembers it (`whole.divided_gradient`). Whoever looks at its gradient next, clips or steps has
+  the gradients of all averaged first. A mean of what is equal on all ranks already is the same, so
+  ``p.grad = p.grad / 2`` costs a reduction and is right. What is changed in place stays what it is.
+
+Ranks know alike what there is to reduce, as they run the same code.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_megatron._torch.graphs import (
+    at_end_of_backward,
+    backward_number,
+    gradient_accumulator,
+)
+from lightning_megatron.whole.memory import memory_of_parts
+from lightning_megatron.zero.data_parallel import ZeroDataParallel
+from lightning_megatron.zero.gradients import GradientSet
+
+
+@memory_of_parts
+class GradientsByHand:
+    """Completes gradients that users make by themselves.
+
+    Args:
+        gradients: those of all parameters of this rank.
+        data: averages them.
+        accumulates: whether a later backward is to reduce what there is.
+        check: raises where a backward that the strategy does not run cannot be made right.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientSet,
+        data: ZeroDataParallel,
+        *,
+        accumulates: Callable[[], bool],
+        check: Callable[[], None],
+    ) -> None:
+        self._gradients = gradients
+        self._data = data
+        self._accumulates = accumulates
+        self._check = check
+        self._paused = 0
+        self._backward: int | None = None
+        """Number of the backward that is being reduced."""
+        self._written: set[int] = set()
+        """Parameters with a gradient that no reduction has seen."""
+        self._hooks: dict[int, tuple[Any, Any]] = {}
+        """Where the gradients of parameters arrive, and the handles of the hooks there."""
+        gradients.before_use = self.average
+        data.tell_backwards(_Arrival(weakref.ref(self)))
+
+    @property
+    def averaged(self) -> Sequence[nn.Parameter]:
+        """Whole parameters whose gradients are means over several ranks."""
+        topology = self._gradients.topology
+        return [
+            role.parameter
+            for role in self._gradients.roles
+            if role.axes(topology).mean.size > 1 and not isinstance(role.parameter, DTensor)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._gradients.before_use = None
+        self._data.tell_backwards(None)
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which the strategy itself sees to the gradients of backwards."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # Backwards -----------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Learn of gradients of parameters that are trained from now on."""
+        if not self._gradients.spread:
+            return
+        for role in self._gradients.roles:
+            parameter = role.parameter
+            known = id(parameter) in self._hooks or isinstance(parameter, DTensor)
+            if not known and parameter.requires_grad:
+                node = gradient_accumulator(parameter)
+                handle = node.register_prehook(_Arrival(weakref.ref(self)))
+                self._hooks[id(parameter)] = node, handle
+
+    def arrived(self) -> None:
+        """A gradient arrives, and is not yet added to that which is there."""
+        number = backward_number()
+        if self._paused or number == self._backward or self._accumulates():
+            return
+        self._check()
+        if self._backward is not None:  # one within another, or one that has failed
+            self._end()
+        self._backward = number
+        at_end_of_backward(self._end)
+        self._gradients.set_aside()
+        self._data.begin()
+        self._data.before_backward()
+
+    def _end(self) -> None:
+        if self._backward is not None:
+            self._backward = None
+            self._written.clear()
+            with torch.no_grad():
+                self._data.finish()
+                self._gradients.finish()
+
+    # Assignments ---------------------------------------------------------------------------------
+
+    def wrote(self, weight: Tensor, value: Tensor | None) -> None:
+        """Note that a parameter was given another gradient."""
+        (self._written.discard if value is None else self._written.add)(id(weight))
+
+    def cleared(self) -> None:
+        """Note that gradients were filled with zeros, to which somebody may add."""
+        self._written |= {id(p) for p in self.averaged if p.grad is not None}
+
+    def waits(self, weight: Tensor) -> bool:
+        """Whether nobody has averaged the gradient that a parameter was given."""
+        return id(weight) in self._written
+
+    def forget(self) -> None:
+        """A reduction has seen all that was written."""
+        self._written.clear()
+
+    def average(self) -> None:
+        """Average what was written; collective where there is any."""
+        if not self._written or self._accumulates() or self._paused:
+            return
+        self._written.clear()
+        with torch.no_grad():
+            self._data.average_again()
+            self._gradients.average_unmanaged()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Hook on the node of a parameter, or on a reduction; holds nothing alive.
+
+    torch keeps it where Python's garbage collector does not look.
+    """
+
+    owner: "weakref.ref[GradientsByHand]"
+
+    def __call__(self, *_: Any) -> None:
+        if (owner := self.owner()) is not None:
+            owner.arrived()
