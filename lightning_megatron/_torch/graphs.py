@@ -96,10 +96,10 @@ def backward_number() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that this thread is within has ended (2.11-2.13).
 
-    DDP and FSDP2 end their reductions so.
+    DDP and FSDP2 end their reductions so, and this comes behind them.
     """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
 def gradient_accumulator(leaf: Tensor) -> Any:

@@ -67,14 +67,14 @@ class WeightWatch:
         if self._stages is not None:  # a stage may have no weights
             self._show_optimizers(self._stages)
         if places or by_hand is not None or self._stages is not None:
-            for optimizer in self._run.optimizers:
+            for optimizer in self._cleared_by_users():
                 clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
 
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
-        for optimizer in self._run.optimizers if self._parts is not None else ():
+        for optimizer in self._cleared_by_users() if self._parts is not None else ():
             vars(optimizer).pop("zero_grad", None)
         if stages is not None:
             stages.sees_all = stages.alive = False
@@ -141,6 +141,12 @@ class WeightWatch:
             nn.Module.zero_grad(module, set_to_none)
 
         vars(module)["zero_grad"] = zero_grad
+
+    def _cleared_by_users(self) -> list[Any]:
+        """The optimizers, and what Lightning gives to users in their place."""
+        shown = self._run.module.optimizers(use_pl_optimizer=True)
+        wrapped = shown if isinstance(shown, list) else [shown]
+        return [*self._run.optimizers, *wrapped]
 
     def let_go(self) -> None:
         """Forget the weights of a layout, until `follow` knows another."""

@@ -9,13 +9,15 @@ There are two ways, and after either all ranks are to have the gradient of one p
 * ``p.grad = g``, where ``g`` comes from ``torch.autograd.grad`` or is made of such. The parameter
   remembers it (`whole.divided_gradient`). Whoever looks at its gradient next, clips or steps has
   the gradients of all averaged first. A mean of what is equal on all ranks already is the same, so
-  ``p.grad = p.grad / 2`` costs a reduction and is right. What is changed in place stays what it is.
+  ``p.grad = p.grad / 2`` costs a reduction and is right. So is a change in place of what was
+  assigned, or filled with zeros by ``zero_grad``. A change in place of what a backward has made
+  stays what it is, and costs nothing.
 
 Ranks know alike what there is to reduce, as they run the same code.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_megatron._torch.dtensor import stamps
 from lightning_megatron._torch.graphs import (
     at_end_of_backward,
     backward_number,
@@ -60,8 +63,8 @@ class GradientsByHand:
         self._paused = 0
         self._backward: int | None = None
         """Number of the backward that is being reduced."""
-        self._written: set[int] = set()
-        """Parameters with a gradient that no reduction has seen."""
+        self._written: dict[int, tuple[Tensor, _Stamp | None]] = {}
+        """Parameters whose gradients users have written, and how these were when averaged last."""
         self._hooks: dict[int, tuple[Any, Any]] = {}
         """Where the gradients of parameters arrive, and the handles of the hooks there."""
         gradients.before_use = self.average
@@ -111,7 +114,10 @@ class GradientsByHand:
     def arrived(self) -> None:
         """A gradient arrives, and is not yet added to that which is there."""
         number = backward_number()
-        if self._paused or number == self._backward or self._accumulates():
+        if self._paused or number == self._backward:
+            return
+        if self._accumulates():
+            self._gradients.set_aside()
             return
         self._check()
         if self._backward is not None:  # one within another, or one that has failed
@@ -134,15 +140,19 @@ class GradientsByHand:
 
     def wrote(self, weight: Tensor, value: Tensor | None) -> None:
         """Note that a parameter was given another gradient."""
-        (self._written.discard if value is None else self._written.add)(id(weight))
+        if value is None:
+            self._written.pop(id(weight), None)
+        else:
+            self._written[id(weight)] = weight, None
 
     def cleared(self) -> None:
         """Note that gradients were filled with zeros, to which somebody may add."""
-        self._written |= {id(p) for p in self.averaged if p.grad is not None}
+        self._note_seen(p for p in self.averaged if p.grad is not None)
 
     def waits(self, weight: Tensor) -> bool:
-        """Whether nobody has averaged the gradient that a parameter was given."""
-        return id(weight) in self._written
+        """Whether nobody has averaged what a user has written to the gradient of a parameter."""
+        known = self._written.get(id(weight))
+        return known is not None and _stamp(weight) not in (None, known[1])
 
     def forget(self) -> None:
         """A reduction has seen all that was written."""
@@ -152,10 +162,25 @@ class GradientsByHand:
         """Average what was written; collective where there is any."""
         if not self._written or self._accumulates() or self._paused:
             return
-        self._written.clear()
-        with torch.no_grad():
-            self._data.average_again()
-            self._gradients.average_unmanaged()
+        written = [weight for weight, _ in self._written.values()]
+        if any(map(self.waits, written)):
+            with torch.no_grad():
+                self._data.average_again()
+                self._gradients.average_unmanaged()
+            self._note_seen(written)
+
+    def _note_seen(self, weights: Iterable[Tensor]) -> None:
+        """Note how gradients are that are written by hand, and the mean at this moment."""
+        self._written.update({id(weight): (weight, _stamp(weight)) for weight in weights})
+
+
+_Stamp = tuple[int, int]
+
+
+def _stamp(weight: Tensor) -> _Stamp | None:
+    """What differs when a gradient has changed; None without one."""
+    gradient = weight.grad
+    return None if gradient is None else stamps([gradient])[0]
 
 
 @dataclass(frozen=True)
