@@ -49,8 +49,14 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
     """Register with ``target`` what is called with gradients of ``source`` (2.11-2.13)."""
     for hook in (source._backward_hooks or {}).values():
         target.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in hooks_of_sums(source).values():
         target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def hooks_of_sums(tensor: Tensor) -> dict[int, Any]:
+    """What ``register_post_accumulate_grad_hook`` was given, by handle (2.11-2.13)."""
+    found: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
+    return found
 
 
 def has_hooks(tensor: Tensor) -> bool:

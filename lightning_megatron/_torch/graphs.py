@@ -88,8 +88,7 @@ def runs_backward() -> bool:
 
 
 def backward_number() -> int:
-    """Number of the backward that this thread is within; one within another has its own
-    (2.11-2.13)."""
+    """Number of the backward that this thread is within; an inner one has its own (2.11-2.13)."""
     return int(torch._C._current_graph_task_id())
 
 

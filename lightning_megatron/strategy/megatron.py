@@ -86,6 +86,7 @@ from lightning_megatron.strategy.module_layout import (
     host_group_along_pp,
     stand_ins,
 )
+from lightning_megatron.strategy.optimizer_parameters import OptimizerParameters
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
@@ -214,6 +215,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.layout = ModuleLayout(self, self.options)
         self.tuners: list[Tuner] = []
         self.weight_watch = WeightWatch(self)
+        self.optimizer_parameters = OptimizerParameters(self, self.weight_watch.know_new)
         self.recovery = StepRecovery(self)
         self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
         self.held: Callable[[], bool] | None = None
@@ -448,9 +450,9 @@ class MegatronStrategy(LaunchingStrategy):
         remember_layout(module, parallel)
         if self.shows_gradients:  # it moves amid a run
             parallel.data.show_gradients(True)
+        self.optimizer_parameters.follow()
         precision.use(parallel.gradients)
         precision.prepare(parallel)
-        self.weight_watch.follow()
         self._steps = Steps(
             module,
             parallel,
@@ -460,6 +462,7 @@ class MegatronStrategy(LaunchingStrategy):
             host_group=self._host_gloo,
             fitting=self.fitting,
         )
+        self.weight_watch.follow()
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -503,6 +506,7 @@ class MegatronStrategy(LaunchingStrategy):
                 raise
             with stand_ins(self):
                 super().setup_optimizers(trainer)
+        self.optimizer_parameters.begin()
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends
@@ -619,8 +623,7 @@ class MegatronStrategy(LaunchingStrategy):
             watch = self.weight_watch
             with watch.on_own_stage(), watch.own_backwards():  # of a stage, which it may repeat
                 self.steps.step.backward(loss, optimizer, *args, **kwargs)
-            if self.steps.step.reduces_all:
-                watch.forget_written()
+                watch.end_backward()
             loss = self.precision.post_backward(loss, self.module)
         self.post_backward(loss)
         automatic = self.module.automatic_optimization
@@ -916,6 +919,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._step_state = None
         self.processes.failures.end_watch()
         self.weight_watch.stop()
+        self.optimizer_parameters.stop()
         self.data.shares.stop()
         self.processes.forget_interface()
         self.checkpoints.close()

@@ -16,6 +16,7 @@ from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.strategy.group_weights import GroupWeights, StageState
+from lightning_megatron.strategy.optimizer_parameters import optimizers_of_users
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.divided_gradient import DividedGradients
@@ -31,6 +32,7 @@ from lightning_megatron.whole.stage_weights import (
 from lightning_megatron.whole.weights import WeightParts
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 from lightning_megatron.zero.gradients_by_hand import GradientsByHand
+from lightning_megatron.zero.late_hooks import LateHooks
 
 
 class WeightWatch:
@@ -46,6 +48,7 @@ class WeightWatch:
         self._divided: DividedGradients | None = None
         self._stages: StageWeights | None = None
         self._by_hand: GradientsByHand | None = None
+        self._late_hooks: LateHooks | None = None
         self._goes_on = False
         """Whether the run is between two layouts."""
 
@@ -60,6 +63,8 @@ class WeightWatch:
             self._stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places)
+        if gradients.spread or self._run.steps.interleaves:
+            self._late_hooks = LateHooks(gradients)
         by_hand = self._by_hand = self._gradients_by_hand(gradients)
         averaged = () if by_hand is None else by_hand.averaged
         self._divided = DividedGradients(gradients.hidden, averaged, by_hand)
@@ -67,14 +72,14 @@ class WeightWatch:
         if self._stages is not None:  # a stage may have no weights
             self._show_optimizers(self._stages)
         if places or by_hand is not None or self._stages is not None:
-            for optimizer in self._cleared_by_users():
+            for optimizer in optimizers_of_users(self._run):
                 clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
 
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
-        for optimizer in self._cleared_by_users() if self._parts is not None else ():
+        for optimizer in optimizers_of_users(self._run) if self._parts is not None else ():
             vars(optimizer).pop("zero_grad", None)
         if stages is not None:
             stages.sees_all = stages.alive = False
@@ -90,6 +95,9 @@ class WeightWatch:
         if self._by_hand is not None:
             self._by_hand.close()
             self._by_hand = None
+        if self._late_hooks is not None:
+            self._late_hooks.close()
+            self._late_hooks = None
         if self._divided is not None:
             vars(self._run.module).pop("zero_grad", None)
             self._divided.end()
@@ -112,22 +120,38 @@ class WeightWatch:
                 raise ConfigError(_PLAIN.format(what="batch_shares", which=which))
 
         return GradientsByHand(
-            gradients, run.parallel.data, accumulates=lambda: run.steps.accumulating, check=check
+            gradients,
+            run.parallel.data,
+            accumulates=lambda: run.steps.accumulating,
+            check=check,
+            ended=self._call_hooks,
         )
+
+    def know_new(self) -> None:
+        """An optimizer has got further parameters."""
+        if self._by_hand is not None and self._divided is not None:
+            self._divided.add(self._by_hand.averaged, self._by_hand)
 
     def begin_batch(self) -> None:
         """Learn of what is trained from now on."""
         if self._by_hand is not None:
             self._by_hand.watch()
+        if self._late_hooks is not None:
+            self._late_hooks.find()
 
     def own_backwards(self) -> AbstractContextManager[None]:
         """Context in which the steps see to the gradients of backwards, or nobody wants them."""
         return nullcontext() if self._by_hand is None else self._by_hand.paused()
 
-    def forget_written(self) -> None:
-        """A reduction has seen all gradients that there are."""
-        if self._by_hand is not None:
+    def end_backward(self) -> None:
+        """A backward of the strategy's own has ended."""
+        if self._by_hand is not None and self._run.steps.step.reduces_all:
             self._by_hand.forget()
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        if self._late_hooks is not None:
+            self._late_hooks.call(accumulates=self._run.steps.accumulating)
 
     def _let_clear(self, gradients: GradientSet) -> None:
         """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
@@ -141,12 +165,6 @@ class WeightWatch:
             nn.Module.zero_grad(module, set_to_none)
 
         vars(module)["zero_grad"] = zero_grad
-
-    def _cleared_by_users(self) -> list[Any]:
-        """The optimizers, and what Lightning gives to users in their place."""
-        shown = self._run.module.optimizers(use_pl_optimizer=True)
-        wrapped = shown if isinstance(shown, list) else [shown]
-        return [*self._run.optimizers, *wrapped]
 
     def let_go(self) -> None:
         """Forget the weights of a layout, until `follow` knows another."""

@@ -45,11 +45,11 @@ class GradientRows(Protocol):
 class GradientsByHand(Protocol):
     """Sees to gradients that users have assigned."""
 
-    def wrote(self, weight: Tensor, value: Tensor | None) -> None:
+    def wrote(self, weight: Any, value: Tensor | None) -> None:
         """Note that a parameter was given another gradient."""
         ...
 
-    def waits(self, weight: Tensor) -> bool:
+    def waits(self, weight: Any) -> bool:
         """Whether nobody has averaged the gradient that a parameter was given."""
         ...
 
@@ -154,8 +154,13 @@ class DividedGradients:
         self._kinds: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         for owned in rows:
             self._mark(owned.parameter)._rows = owned
+        self.add(averaged, by_hand)
+
+    def add(self, averaged: Iterable[nn.Parameter], by_hand: GradientsByHand | None) -> None:
+        """Let parameters note what users assign; see the class."""
         for weight in averaged:
-            self._mark(weight)._by_hand = by_hand
+            if getattr(weight, "_by_hand", None) is not by_hand:
+                self._mark(weight)._by_hand = by_hand
 
     def _mark(self, weight: Any) -> Any:
         kind = type(weight)

@@ -13,7 +13,8 @@ that it cannot know about:
   Every stage holds them. Averaged over the data-parallel ranks and summed over the stages, so it
   does not matter which stages used them.
 * *unmanaged*: further parameters that data parallelism leaves whole (scalars; those that several
-  stages of one rank share; under ZeRO 3 with manual optimization those directly in the module).
+  stages of one rank share; those that only an optimizer knows; under ZeRO 3 with manual
+  optimization those directly in the module).
   Averaged over the data-parallel ranks, those of experts over the ranks with the same experts.
 
 Each kind costs one coalesced all-reduce per group, and one for each gradient of more than a million
@@ -74,6 +75,8 @@ class ParameterRole:
     """Pipeline ranks that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
     """Group of those ranks."""
+    of_optimizer: bool = False
+    """Whether an optimizer knows it, and the layout does not."""
 
     def axes(self, topology: Topology) -> ParameterAxes:
         """Axes over which the parameter lies."""
@@ -188,13 +191,45 @@ class GradientSet:
         summed = {id(role): role for role in (*self._partial, *self._outside, *tied)}
         self._summed = list(summed.values())
         self._with_rows = [r for r in self.roles if r.rows is not None]
-        self._role_of: dict[Tensor, ParameterRole] = {r.parameter: r for r in self.roles}
         self._counted = {id(r.parameter): counts(r, topology) for r in self.roles}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
         return [role.parameter for role in self.roles]
+
+    @property
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the layout knows."""
+        return [role.parameter for role in self.roles if not role.of_optimizer]
+
+    @property
+    def beside(self) -> dict[Tensor, str]:
+        """Parameters that only an optimizer knows, and their names."""
+        return {role.parameter: role.name for role in self.roles if role.of_optimizer}
+
+    def know_optimizers(self, parameters: Mapping[nn.Parameter, str]) -> None:
+        """Give roles to parameters that the layout does not know, the same on all ranks.
+
+        Args:
+            parameters: with their names, in the place of those of an earlier call.
+        """
+        own = [role for role in self.roles if not role.of_optimizer]
+        if len(own) == len(self.roles) and not parameters:
+            return
+        outside = self._topology.pp.size > 1
+        self.roles = (
+            *own,
+            *(
+                ParameterRole(
+                    name=name, parameter=p, outside=outside, unmanaged=True, of_optimizer=True
+                )
+                for p, name in parameters.items()
+            ),
+        )
+        self._sort()
+        self._known = None
+        self.forget_shard_specs()
 
     @cached_property
     def shard_specs(self) -> Mapping[Tensor, ShardSpec]:
@@ -372,14 +407,7 @@ class GradientSet:
         for inside in (True, False):
             roles = [role for role in self.roles if (id(role.parameter) in members) is inside]
             parts.append((self._counted_of(roles), self._copies_of(roles)))
-        strangers = [p.grad for p in self._strangers(groups) if p.grad is not None]
-        parts[0][0 if self._topology.rank == 0 else 1].extend(strangers)
         return parts
-
-    def _strangers(self, groups: "ParameterGroups | None") -> Iterator[Tensor]:
-        """Parameters of an optimizer that are not the module's."""
-        for group in groups or ():
-            yield from (p for p in group["params"] if p not in self._role_of)
 
     def by_name(self) -> list[tuple[str, Tensor]]:
         """The local gradients there are, with the names of their parameters."""
@@ -504,8 +532,6 @@ class GradientSet:
         """All that this rank has of the gradients of an optimizer's parameters, or of all."""
         self.settle()
         found = [role.held_gradient for role in self._roles_of(optimizer)]
-        if optimizer is not None:
-            found += [p.grad for p in self._strangers(optimizer.param_groups)]
         return [gradient for gradient in found if gradient is not None]
 
 

@@ -46,6 +46,7 @@ class GradientsByHand:
         data: averages them.
         accumulates: whether a later backward is to reduce what there is.
         check: raises where a backward that the strategy does not run cannot be made right.
+        ended: called when such a backward has ended.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class GradientsByHand:
         *,
         accumulates: Callable[[], bool],
         check: Callable[[], None],
+        ended: Callable[[], None],
     ) -> None:
         self._gradients = gradients
         self._data = data
         self._accumulates = accumulates
         self._check = check
+        self._ended = ended
         self._paused = 0
         self._backward: int | None = None
         """Number of the backward that is being reduced."""
@@ -135,6 +138,7 @@ class GradientsByHand:
             with torch.no_grad():
                 self._data.finish()
                 self._gradients.finish()
+            self._ended()
 
     # Assignments ---------------------------------------------------------------------------------
 

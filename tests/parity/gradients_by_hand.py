@@ -13,7 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.norm import LayerNorm
 from tests.parity.plain_modules import FromMemory, draw
 
 
@@ -59,9 +61,6 @@ class Gradients(FromMemory):
 
     def make_gradients(self, batch: Any) -> None:
         """Between ``zero_grad`` and ``step``."""
-
-    def on_after_backward(self) -> None:
-        """Exists, so that hooks are the module's own."""
 
 
 # ``loss.backward()`` ------------------------------------------------------------------------------
@@ -147,21 +146,22 @@ class KeepsGradients(Gradients):
 
 
 def _one_key_head(kind: type[Gradients]) -> type[Gradients]:
-    """The module with attention of fewer key-value heads than ranks of tp."""
+    """The module with fewer key-value heads than ranks of tp, and sequences to divide."""
 
     class Attends(kind):  # type: ignore[misc, valid-type]
         def make_net(self) -> PipelineSequential:
             return PipelineSequential(
+                embedding=VocabParallelEmbedding(8, 6),
                 attention=SelfAttention(6, 2, 1, out_bias=True),
-                norm=nn.LayerNorm(6),
+                norm=LayerNorm(6),
                 up=ColumnParallelLinear(6, 8),
                 act=nn.Tanh(),
                 down=RowParallelLinear(8, 6),
-                head=nn.Linear(6, 3),
+                head=ColumnParallelLinear(6, 4),
             )
 
         def batch(self, step: int) -> Any:
-            return draw(4, 6, step=step), draw(4, 3, step=step + 50)
+            return draw(4, high=8, step=step), draw(4, 4, step=step + 50)
 
     Attends.__name__ = Attends.__qualname__ = f"{kind.__name__}Attends"
     return Attends
@@ -272,7 +272,8 @@ class WeighsLosses(Gradients):
         found = self.net(x) * self.factor
         losses = F.mse_loss(found, y), F.l1_loss(found, y)
         return sum(
-            (-weight).exp() * loss + weight for weight, loss in zip(self.weights, losses, strict=True)
+            (-weight).exp() * loss + weight
+            for weight, loss in zip(self.weights, losses, strict=True)
         )
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -369,6 +370,12 @@ class StepsInBackward(Gradients):
         return torch.optim.SGD([self.factor], lr=0.1)
 
 
+AssignsAttends = _one_key_head(Assigns)
+AssignsThenClipsAttends = _one_key_head(AssignsThenClips)
+AddsGradientsAttends = _one_key_head(AddsGradients)
+ClampsInBackwardAttends = _one_key_head(ClampsInBackward)
+
+
 def _by_name(*kinds: type) -> dict[str, Any]:
     return {kind.__name__: kind for kind in kinds}
 
@@ -379,7 +386,8 @@ BACKWARDS = _by_name(
 )
 ATTENDING = _by_name(
     *(PlainBackwardAttends, PlainThenClipsAttends, PlainAndManualAttends, TwoManualAttends),
-    *(StepsEverySecondAttends, KeepsGradientsAttends, PlainInHookAttends),
+    *(StepsEverySecondAttends, KeepsGradientsAttends, PlainInHookAttends, AssignsAttends),
+    *(AssignsThenClipsAttends, AddsGradientsAttends, ClampsInBackwardAttends),
 )
 ASSIGNED = _by_name(
     *(Assigns, AssignsThenClips, AssignsClipsByName, AssignsUnused, CopiesInto),

@@ -134,7 +134,7 @@ class Steps:
         self.coupling = SampleCoupling(module, speaks=speaks)
         self.accumulating = False
         self.loss_per_token: bool | None = None
-        self._kind = WholeStep if pp.size == 1 and rule.single else InterleavedStep
+        self._kind: type[Step] = WholeStep if pp.size == 1 and rule.single else InterleavedStep
         self.step: Step = self._kind(self, None)
         by_step = pp.size == 1 and isinstance(parallel.data, FullySharded)
         generate_together(module, topology, self.forward.gathered if by_step else None)
@@ -179,6 +179,11 @@ class Steps:
         sharded = isinstance(self.parallel.data, FullySharded)
         several = self.parallel.topology.batch.size > 1
         return (sharded and several) or self.cut.experts_meet
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether a batch may run in several backwards."""
+        return self._kind is InterleavedStep
 
     @cached_property
     def keeps_gradients(self) -> bool:
