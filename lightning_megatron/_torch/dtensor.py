@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
+T = TypeVar("T", bound=Tensor)
 _shard, _gradient = attrgetter("_local_tensor"), attrgetter("grad")
+_hooks_of_sums = attrgetter("_post_accumulate_grad_hooks")
 
 
 def shard_of(tensor: DTensor) -> Tensor:
@@ -57,6 +59,11 @@ def hooks_of_sums(tensor: Tensor) -> dict[int, Any]:
     """What ``register_post_accumulate_grad_hook`` was given, by handle (2.11-2.13)."""
     found: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     return found
+
+
+def with_hooks_of_sums(tensors: Sequence[T]) -> list[T]:
+    """Those of ``tensors`` that have `hooks_of_sums`; asked in every batch (2.11-2.13)."""
+    return [t for t, hooks in zip(tensors, map(_hooks_of_sums, tensors), strict=True) if hooks]
 
 
 def has_hooks(tensor: Tensor) -> bool:

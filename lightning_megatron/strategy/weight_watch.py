@@ -112,20 +112,30 @@ class WeightWatch:
         if not (run.shows_gradients and gradients.spread):
             return None
 
-        def check() -> None:
-            if run.precision.loss_factor != 1.0:
-                raise ConfigError(_PLAIN.format(what="precision='16-mixed'", which="not scaled"))
-            if run.steps.step.share.portion is not None:
-                which = "weighed by the samples of no rank"
-                raise ConfigError(_PLAIN.format(what="batch_shares", which=which))
-
         return GradientsByHand(
             gradients,
             run.parallel.data,
             accumulates=lambda: run.steps.accumulating,
-            check=check,
+            check=self._check_by_hand,
             ended=self._call_hooks,
         )
+
+    def _check_by_hand(self, what: str) -> None:
+        """Refuse gradients that are not those of the loss that the strategy would differentiate.
+
+        Args:
+            what: code of the user's that makes them.
+        """
+        run, lacks = self._run, ""
+        if run.precision.loss_factor != 1.0 and "backward" in what:
+            lacks = "precision='16-mixed': the loss is not scaled"
+        if run.steps.step.share.portion is not None:
+            lacks = "batch_shares: gradients do not count by this rank's share of the samples"
+        if lacks:
+            raise ConfigError(
+                f"{what}, {lacks}, which self.manual_backward sees to; nearest valid: "
+                "self.manual_backward(loss)"
+            )
 
     def know_new(self) -> None:
         """An optimizer has got further parameters."""
@@ -294,12 +304,6 @@ def _of_all_stages(
     inside = [stages.weight(name) for name in stages.names if name in names]
     at = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
     return [*own[:at], *inside, *(p for p in own[at:] if stages.owner_of(p) is None)]
-
-
-_PLAIN = (
-    "{what}, loss.backward(): the loss is {which}, as only self.manual_backward knows how; nearest "
-    "valid: self.manual_backward(loss)"
-)
 
 
 def _clearing(

@@ -45,8 +45,12 @@ class GradientsByHand:
         gradients: those of all parameters of this rank.
         data: averages them.
         accumulates: whether a later backward is to reduce what there is.
-        check: raises where a backward that the strategy does not run cannot be made right.
+        check: raises where what users write, ``loss.backward()`` or ``p.grad = g``, cannot be made
+            right.
         ended: called when such a backward has ended.
+
+    Attributes:
+        is_paused: how many times `paused` is entered.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class GradientsByHand:
         data: ZeroDataParallel,
         *,
         accumulates: Callable[[], bool],
-        check: Callable[[], None],
+        check: Callable[[str], None],
         ended: Callable[[], None],
     ) -> None:
         self._gradients = gradients
@@ -63,7 +67,7 @@ class GradientsByHand:
         self._accumulates = accumulates
         self._check = check
         self._ended = ended
-        self._paused = 0
+        self.is_paused = 0
         self._backward: int | None = None
         """Number of the backward that is being reduced."""
         self._written: dict[int, tuple[Tensor, _Stamp | None]] = {}
@@ -94,11 +98,11 @@ class GradientsByHand:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which the strategy itself sees to the gradients of backwards."""
-        self._paused += 1
+        self.is_paused += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            self.is_paused -= 1
 
     # Backwards -----------------------------------------------------------------------------------
 
@@ -117,12 +121,12 @@ class GradientsByHand:
     def arrived(self) -> None:
         """A gradient arrives, and is not yet added to that which is there."""
         number = backward_number()
-        if self._paused or number == self._backward:
+        if number == self._backward:
             return
         if self._accumulates():
             self._gradients.set_aside()
             return
-        self._check()
+        self._check("loss.backward()")
         if self._backward is not None:  # one within another, or one that has failed
             self._end()
         self._backward = number
@@ -164,10 +168,11 @@ class GradientsByHand:
 
     def average(self) -> None:
         """Average what was written; collective where there is any."""
-        if not self._written or self._accumulates() or self._paused:
+        if not self._written or self._accumulates() or self.is_paused:
             return
         written = [weight for weight, _ in self._written.values()]
         if any(map(self.waits, written)):
+            self._check("p.grad = g")
             with torch.no_grad():
                 self._data.average_again()
                 self._gradients.average_unmanaged()
@@ -197,5 +202,5 @@ class _Arrival:
     owner: "weakref.ref[GradientsByHand]"
 
     def __call__(self, *_: Any) -> None:
-        if (owner := self.owner()) is not None:
+        if (owner := self.owner()) is not None and not owner.is_paused:
             owner.arrived()

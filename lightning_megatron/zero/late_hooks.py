@@ -6,7 +6,7 @@ the gradient is what one process would have, at the end of the backward. A hook 
 clears the gradient (an optimizer in the backward) is right so, and saves no memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_megatron._torch.dtensor import hooks_of_sums
+from lightning_megatron._torch.dtensor import hooks_of_sums, with_hooks_of_sums
 from lightning_megatron._torch.graphs import EnableTorchFunction
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import ParameterAxes
 from lightning_megatron.whole.memory import memory_of_parts
-from lightning_megatron.zero.gradients import GradientSet
 from lightning_megatron.zero.grad_buckets import OwnHook
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
 
 @dataclass
@@ -45,11 +45,16 @@ class LateHooks:
 
     def __init__(self, gradients: GradientSet) -> None:
         self._gradients = gradients
+        self._roles: Sequence[ParameterRole] = ()
+        self._parameters: list[nn.Parameter] = []
         self._with_hooks: list[nn.Parameter] = []
 
     def find(self) -> None:
         """Put off what has been registered since."""
-        found = [p for p in self._gradients.parameters if hooks_of_sums(p)]
+        roles = self._gradients.roles
+        if roles is not self._roles:
+            self._roles, self._parameters = roles, self._gradients.parameters
+        found = with_hooks_of_sums(self._parameters)
         self._with_hooks = [p for p in found if self._put_off(p)]
 
     @staticmethod
