@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.whole.stage_weights import StageTensor
 
 
+@memory_of_parts
 class OptimizerParameters:
     """Gives a role to every parameter of an optimizer.
 

@@ -111,7 +111,6 @@ class WeightWatch:
         run = self._run
         if not (run.shows_gradients and gradients.spread):
             return None
-
         return GradientsByHand(
             gradients,
             run.parallel.data,
@@ -161,7 +160,8 @@ class WeightWatch:
 
     def _call_hooks(self) -> None:
         if self._late_hooks is not None:
-            self._late_hooks.call(accumulates=self._run.steps.accumulating)
+            spread = self._run.parallel.gradients.spread
+            self._late_hooks.call(accumulates=spread and self._run.steps.accumulating)
 
     def _let_clear(self, gradients: GradientSet) -> None:
         """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
@@ -315,10 +315,10 @@ def _clearing(
     """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
 
     @on_memory
-    def cleared(set_to_none: bool = True, **kwargs: Any) -> None:
-        zero_grad(set_to_none, **kwargs)
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
         gradients.forget_rows()
-        if by_hand is not None and not set_to_none:
+        if by_hand is not None and not kwargs.get("set_to_none", (*args, True)[0]):
             by_hand.cleared()
         if stages is not None:
             stages.forget_gradients()
