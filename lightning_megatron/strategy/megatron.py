@@ -432,6 +432,7 @@ class MegatronStrategy(LaunchingStrategy):
                 ends_epoch=lambda: runs_last_batch(trainer),
             )
         self.setup_precision_plugin()
+        self.optimizer_parameters.begin()
         self.weight_watch.begin()
 
     def _new_fitting(self) -> FittingMicrobatch | None:
@@ -506,7 +507,7 @@ class MegatronStrategy(LaunchingStrategy):
                 raise
             with stand_ins(self):
                 super().setup_optimizers(trainer)
-        self.optimizer_parameters.begin()
+        self.optimizer_parameters.know()
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends

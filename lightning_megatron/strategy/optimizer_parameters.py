@@ -36,8 +36,7 @@ class OptimizerParameters:
         self._found: dict[nn.Parameter, str] = {}
 
     def begin(self) -> None:
-        """Know the parameters of all optimizers, and what is added to them; collective."""
-        self.know()
+        """Learn of what is added to the optimizers from now on."""
         for optimizer in optimizers_of_users(self._run):
             self._learn_from(optimizer)
 

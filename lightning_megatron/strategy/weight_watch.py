@@ -66,8 +66,8 @@ class WeightWatch:
         if gradients.spread or self._run.steps.interleaves:
             self._late_hooks = LateHooks(gradients)
         by_hand = self._by_hand = self._gradients_by_hand(gradients)
-        averaged = () if by_hand is None else by_hand.averaged
-        self._divided = DividedGradients(gradients.hidden, averaged, by_hand)
+        assigned = gradients.assignable if self._run.shows_gradients else ()
+        self._divided = DividedGradients(gradients.hidden, assigned, by_hand)
         self._let_clear(gradients)
         if self._stages is not None:  # a stage may have no weights
             self._show_optimizers(self._stages)
@@ -139,7 +139,7 @@ class WeightWatch:
     def know_new(self) -> None:
         """An optimizer has got further parameters."""
         if self._by_hand is not None and self._divided is not None:
-            self._divided.add(self._by_hand.averaged, self._by_hand)
+            self._divided.add(self._run.parallel.gradients.assignable, self._by_hand)
 
     def begin_batch(self) -> None:
         """Learn of what is trained from now on."""

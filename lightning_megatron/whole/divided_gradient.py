@@ -83,7 +83,7 @@ class LooksWhole:
             return
         rows, by_hand = self._rows, self._by_hand
         is_new = by_hand is not None and value is not _get(self)
-        _set(self, value)
+        _set(self, _as_held(self, value))
         if rows is not None:
             rows.gradient = None
         if by_hand is not None and is_new:
@@ -101,6 +101,13 @@ def gradient_format(weight: nn.Parameter) -> torch.dtype | None:
     if gradient is None and rows is not None and rows.gradient is not None:
         return weight.grad_dtype or weight.dtype
     return None if gradient is None else gradient.dtype
+
+
+def _as_held(weight: Any, value: Tensor | None) -> Tensor | None:
+    """A gradient of the format of a narrowed weight, in the wide one in which it is held."""
+    held_in = weight.grad_dtype
+    narrowed = value is not None and held_in is not None and value.dtype == weight.dtype != held_in
+    return value.to(held_in) if value is not None and narrowed else value
 
 
 class DividedWeight(LooksWhole, nn.Parameter):
@@ -141,25 +148,26 @@ class DividedGradients:
 
     Args:
         rows: of parameters whose gradients come to their owners only.
-        averaged: parameters whose gradients users may assign.
-        by_hand: sees to these.
+        assigned: parameters whose gradients users may assign.
+        by_hand: sees to these, where several ranks average them.
     """
 
     def __init__(
         self,
         rows: Iterable[GradientRows],
-        averaged: Iterable[nn.Parameter] = (),
+        assigned: Iterable[nn.Parameter] = (),
         by_hand: GradientsByHand | None = None,
     ) -> None:
-        self._kinds: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        self._kinds: list[tuple[Any, type[nn.Parameter]]] = []
         for owned in rows:
             self._mark(owned.parameter)._rows = owned
-        self.add(averaged, by_hand)
+        self.add(assigned, by_hand)
 
-    def add(self, averaged: Iterable[nn.Parameter], by_hand: GradientsByHand | None) -> None:
+    def add(self, assigned: Iterable[nn.Parameter], by_hand: GradientsByHand | None) -> None:
         """Let parameters note what users assign; see the class."""
-        for weight in averaged:
-            if getattr(weight, "_by_hand", None) is not by_hand:
+        known = {id(weight) for weight, _ in self._kinds if weight._by_hand is not None}
+        for weight in assigned:
+            if id(weight) not in known:
                 self._mark(weight)._by_hand = by_hand
 
     def _mark(self, weight: Any) -> Any:

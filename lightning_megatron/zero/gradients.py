@@ -305,6 +305,19 @@ class GradientSet:
         found = (role.rows for role in self._with_rows)
         return [rows for rows in found if rows and not (rows.is_whole or rows.shows_gradient)]
 
+    @property
+    def assignable(self) -> list[nn.Parameter]:
+        """Whole parameters whose gradients several ranks average, or hold wider than these."""
+        return [
+            role.parameter
+            for role in self.roles
+            if not isinstance(role.parameter, DTensor)
+            and (
+                role.axes(self._topology).mean.size > 1
+                or (role.rows is not None and role.rows.is_wider)
+            )
+        ]
+
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group.
 

@@ -17,13 +17,13 @@ Ranks know alike what there is to reduce, as they run the same code.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_megatron._torch.dtensor import stamps
@@ -76,16 +76,6 @@ class GradientsByHand:
         """Where the gradients of parameters arrive, and the handles of the hooks there."""
         gradients.before_use = self.average
         data.tell_backwards(_Arrival(weakref.ref(self)))
-
-    @property
-    def averaged(self) -> Sequence[nn.Parameter]:
-        """Whole parameters whose gradients are means over several ranks."""
-        topology = self._gradients.topology
-        return [
-            role.parameter
-            for role in self._gradients.roles
-            if role.axes(topology).mean.size > 1 and not isinstance(role.parameter, DTensor)
-        ]
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -155,7 +145,7 @@ class GradientsByHand:
 
     def cleared(self) -> None:
         """Note that gradients were filled with zeros, to which somebody may add."""
-        self._note_seen(p for p in self.averaged if p.grad is not None)
+        self._note_seen(p for p in self._gradients.assignable if p.grad is not None)
 
     def waits(self, weight: Tensor) -> bool:
         """Whether nobody has averaged what a user has written to the gradient of a parameter."""

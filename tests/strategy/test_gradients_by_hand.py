@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron import ConfigError, Fp16Precision, MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.zero.whole_parameters import WholeParameters
-from tests.parity.gradients_by_hand import AddsLayer, Gradients, PlainBackward, WeighsLosses
+from tests.parity.gradients_by_hand import AddsLayer, Gradients, WeighsLosses
 from tests.parity.prove import quiet_trainer
 from tests.strategy.small import full
 
@@ -22,7 +22,8 @@ def fit(module: Gradients, layout: Any, path: str | None = None, **options: Any)
     """Train by plain Lightning, or on a layout; the weights and notes."""
     strategy = layout if isinstance(layout, str) else MegatronStrategy(**layout)
     trainer = quiet_trainer(strategy, **options)
-    trainer.fit(module.double(), ckpt_path=path)
+    doubles = "plugins" not in options and options.get("precision", "64-true") == "64-true"
+    trainer.fit(module.double() if doubles else module, ckpt_path=path)
     if options.get("default_root_dir"):
         trainer.save_checkpoint(f"{options['default_root_dir']}/kept.ckpt")
     weights = {name: full(p) for name, p in module.named_parameters()}
@@ -34,11 +35,13 @@ def seeded(kind: type[Gradients]) -> Gradients:
     return kind()
 
 
-def assert_alike(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+def assert_alike(
+    found: list[dict[str, Tensor]], expected: dict[str, Tensor], atol: float = 1e-10
+) -> None:
     for of_rank in found:
         assert of_rank.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(of_rank[name], value, rtol=0, atol=1e-10)
+            torch.testing.assert_close(of_rank[name], value, rtol=0, atol=atol)
 
 
 # Backwards ----------------------------------------------------------------------------------------
@@ -109,6 +112,44 @@ def test_a_backward_within_another_and_one_that_failed(pool: WorkerPool) -> None
     assert_alike(pool.run(2, plain_job, TriesAgain, {"zero": 1}), alone)
 
 
+class Narrow(Gradients):
+    """The same, and its data, in float32."""
+
+    def batch(self, step: int) -> Any:
+        return tuple(x.float() for x in super().batch(step))
+
+
+class NarrowPlain(Narrow):
+    def make_gradients(self, batch: Any) -> None:
+        self.loss(batch).backward()
+
+
+class NarrowManual(Narrow):
+    def make_gradients(self, batch: Any) -> None:
+        self.manual_backward(self.loss(batch))
+
+
+class NarrowAssigns(Narrow):
+    def make_gradients(self, batch: Any) -> None:
+        parameters = list(self.parameters())
+        found = torch.autograd.grad(self.loss(batch), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+
+
+def narrow_job(precision: Any, layout: Any) -> list[dict[str, Tensor]]:
+    kinds = (NarrowManual, NarrowPlain, NarrowAssigns)
+    return [fit(seeded(kind), layout, precision=precision) for kind in kinds]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_narrow_weights(pool: WorkerPool, precision: str, ranks: int) -> None:
+    for manual, plain, assigned in pool.run(ranks, narrow_job, precision, {"zero": 1}):
+        assert_alike([plain], manual)
+        assert_alike([assigned], manual, atol=1e-2)
+
+
 def refused_job(kind: type[Gradients], layout: Any, options: dict[str, Any]) -> str:
     module = kind()
     with pytest.raises(ConfigError) as raised:
@@ -116,15 +157,13 @@ def refused_job(kind: type[Gradients], layout: Any, options: dict[str, Any]) -> 
     return str(raised.value)
 
 
-class AssignsOnly(Gradients):
+class AssignsOnly(Narrow):
     def make_gradients(self, batch: Any) -> None:
         for parameter in self.parameters():
             parameter.grad = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [(PlainBackward, 2), (PlainBackward, 1), (AssignsOnly, 1)]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [(NarrowPlain, 2), (NarrowPlain, 1), (AssignsOnly, 1)])
 def test_unscaled_gradients_are_refused_where_the_step_unscales(
     pool: WorkerPool, kind: type[Gradients], ranks: int
 ) -> None:
@@ -145,11 +184,20 @@ class HooksOnce(Gradients):
 
     def on_fit_start(self) -> None:
         weight = self.net.head.weight
-        self.first = weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(3))
-        weight.register_post_accumulate_grad_hook(lambda p: self.note(p.grad.norm()))
+        self.first = weight.register_post_accumulate_grad_hook(_triple)
+        weight.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def note_gradient(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self.note(weight.grad.norm())
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.first.remove()
+
+
+def _triple(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(3)
 
 
 def hooks_job(layout: Any) -> dict[str, Tensor]:
