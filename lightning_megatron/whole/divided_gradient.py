@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.whole.memory import sees_memory
 
 _MEMORY: Any = Tensor.grad
@@ -105,9 +106,12 @@ def gradient_format(weight: nn.Parameter) -> torch.dtype | None:
 
 def _as_held(weight: Any, value: Tensor | None) -> Tensor | None:
     """A gradient of the format of a narrowed weight, in the wide one in which it is held."""
-    held_in = weight.grad_dtype
-    narrowed = value is not None and held_in is not None and value.dtype == weight.dtype != held_in
-    return value.to(held_in) if value is not None and narrowed else value
+    if value is None:
+        return None
+    with DisableTorchFunctionSubclass():
+        held_in = weight.grad_dtype
+        is_narrow = held_in is not None and value.dtype == weight.dtype != held_in
+    return value.to(held_in) if is_narrow else value
 
 
 class DividedWeight(LooksWhole, nn.Parameter):
