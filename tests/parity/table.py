@@ -268,18 +268,15 @@ enter(
 
 # Gradients that the strategy has not asked for, and parameters that only an optimizer knows.
 _LOCAL = r"torch\.autograd\.grad of a weight that zero=3 keeps in parts.*zero=2"
-_IN_ONE_BACKWARD = ("data parallel", "tp")
+_DATA = partial(Entry, kinds=("data parallel",), trainer={"max_epochs": 2})
 enter(
     "gradients",
     gradients_by_hand.BACKWARDS,
-    partial(Entry, kinds=_IN_ONE_BACKWARD, trainer={"max_epochs": 2}),
+    _DATA,
     PlainThenClips={"also": ("zero 0", "zero 1", "zero 3")},
-    PlainInHook={
-        "kinds": (*_IN_ONE_BACKWARD, "microbatches"),
-        "also": ("zero 2 in parts",),
-    },
+    PlainInHook={"kinds": ("data parallel", "microbatches"), "also": ("zero 2 in parts",)},
     KeepsGradients={
-        "kinds": (*_IN_ONE_BACKWARD, "microbatches", "schedule"),
+        "kinds": ("data parallel", "microbatches", "schedule"),
         "also": ("zero 2 in parts",),
         "without": ("gpipe",),
     },
@@ -287,39 +284,45 @@ enter(
 enter(
     "gradients",
     gradients_by_hand.ASSIGNED,
-    partial(
-        Entry,
-        kinds=("data parallel",),
-        also=("zero 0",),
-        refused={"zero 3": _LOCAL},
-        trainer={"max_epochs": 2},
-    ),
+    partial(_DATA, refused={"zero 3": _LOCAL}),
     AssignsThenClips={"also": ("zero 0", "zero 1", "zero 2")},
-    AssignsUnused={"also": ("zero 1",)},
+    CopiesInto={"also": ("zero 0",)},
     ChangesByAssignment={"also": ("zero 1",), "refused": {}},
+    AddsGradients={"also": ("zero 1",)},
 )
+_SUMS: dict[str, Any] = {"also": ("sequence parallel",)}
+_SUMS_OF_OWN: dict[str, Any] = {"refused": {"sequence parallel zero 3": _LOCAL}}
 enter(
     "gradients",
     gradients_by_hand.ATTENDING,
-    partial(Entry, kinds=("sums over tp",), trainer={"max_epochs": 2}),
+    partial(Entry, kinds=("sums over tp",), trainer={"max_epochs": 2}, thorough=True),
+    PlainThenClipsAttends=_SUMS,
+    TwoManualAttends=_SUMS,
+    StepsEverySecondAttends=_SUMS,
+    KeepsGradientsAttends=_SUMS,
+    AssignsAttends=_SUMS_OF_OWN,
+    AssignsThenClipsAttends={**_SUMS, **_SUMS_OF_OWN},
+    AddsGradientsAttends=_SUMS_OF_OWN,
 )
 enter(
     "gradients",
     gradients_by_hand.OWN,
-    partial(Entry, kinds=("data parallel", *SPLIT[1:]), trainer={"max_epochs": 2}),
-    WeighsLosses={"kinds": (*SPLIT, "schedule and others"), "also": ("zero 0", "zero 3")},
+    partial(_DATA, kinds=SPLIT, without=("tp",)),
+    WeighsLosses={
+        "kinds": (*SPLIT, "schedule and others"),
+        "also": ("zero 0", "zero 3"),
+        "without": (),
+    },
     AddsLayer={"also": ("zero 1",)},
 )
 enter(
     "gradients",
     gradients_by_hand.IN_BACKWARD,
     partial(
-        Entry,
-        kinds=("data parallel", "tp", "microbatches", "schedule"),
-        also=("zero 1",),
-        without=("gpipe",),
-        trainer={"max_epochs": 2},
+        _DATA, kinds=("data parallel", "tp", "microbatches", "schedule"), without=("tp", "gpipe")
     ),
+    ClampsInBackward={"also": ("zero 0",), "without": ("gpipe",)},
+    StepsInBackward={"also": ("zero 1",)},
 )
 TABLE["gradients/DifferentiatesAll"] = Entry(
     module=gradients_by_hand.DifferentiatesAll,
