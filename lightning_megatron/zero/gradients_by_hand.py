@@ -17,13 +17,13 @@ Ranks know alike what there is to reduce, as they run the same code.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatron._torch.dtensor import stamps
@@ -34,7 +34,7 @@ from lightning_megatron._torch.graphs import (
 )
 from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.zero.data_parallel import ZeroDataParallel
-from lightning_megatron.zero.gradients import GradientSet
+from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 
 
 @memory_of_parts
@@ -72,6 +72,9 @@ class GradientsByHand:
         """Number of the backward that is being reduced."""
         self._written: dict[int, tuple[Tensor, _Stamp | None]] = {}
         """Parameters whose gradients users have written, and how these were when averaged last."""
+        self._roles: Sequence[ParameterRole] = ()
+        self._unwatched: list[nn.Parameter] = []
+        """Parameters that have not been trained yet."""
         self._hooks: dict[int, tuple[Any, Any]] = {}
         """Where the gradients of parameters arrive, and the handles of the hooks there."""
         gradients.before_use = self.average
@@ -98,15 +101,15 @@ class GradientsByHand:
 
     def watch(self) -> None:
         """Learn of gradients of parameters that are trained from now on."""
-        if not self._gradients.spread:
-            return
-        for role in self._gradients.roles:
-            parameter = role.parameter
-            known = id(parameter) in self._hooks or isinstance(parameter, DTensor)
-            if not known and parameter.requires_grad:
-                node = gradient_accumulator(parameter)
-                handle = node.register_prehook(_Arrival(weakref.ref(self)))
-                self._hooks[id(parameter)] = node, handle
+        if self._roles is not self._gradients.roles:
+            self._roles = self._gradients.roles
+            whole = (p for p in self._gradients.parameters if not isinstance(p, DTensor))
+            self._unwatched = [p for p in whole if id(p) not in self._hooks]
+        for parameter in [p for p in self._unwatched if p.requires_grad]:
+            node = gradient_accumulator(parameter)
+            handle = node.register_prehook(_Arrival(weakref.ref(self)))
+            self._hooks[id(parameter)] = node, handle
+        self._unwatched = [p for p in self._unwatched if not p.requires_grad]
 
     def arrived(self) -> None:
         """A gradient arrives, and is not yet added to that which is there."""
