@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
+T = TypeVar("T", bound=Tensor)
 _shard, _gradient = attrgetter("_local_tensor"), attrgetter("grad")
+_hooks_of_sums = attrgetter("_post_accumulate_grad_hooks")
 
 
 def shard_of(tensor: DTensor) -> Tensor:
@@ -49,8 +51,19 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
     """Register with ``target`` what is called with gradients of ``source`` (2.11-2.13)."""
     for hook in (source._backward_hooks or {}).values():
         target.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in hooks_of_sums(source).values():
         target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def hooks_of_sums(tensor: Tensor) -> dict[int, Any]:
+    """What ``register_post_accumulate_grad_hook`` was given, by handle (2.11-2.13)."""
+    found: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
+    return found
+
+
+def with_hooks_of_sums(tensors: Sequence[T]) -> list[T]:
+    """Those of ``tensors`` that have `hooks_of_sums`; asked in every batch (2.11-2.13)."""
+    return [t for t, hooks in zip(tensors, map(_hooks_of_sums, tensors), strict=True) if hooks]
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -254,6 +254,20 @@ def _gradient_to_reduce(parameter: Any) -> Tensor | None:
     return latest if known is None else known
 
 
+def call_before_backward(module: FSDPModule, hook: Callable[[], None]) -> None:
+    """Call ``hook`` when the backward reaches a unit, before it is gathered (2.11-2.15)."""
+    for group in parameter_groups(module._get_fsdp_state()):
+        group.pre_backward = _after(hook, group.pre_backward)
+
+
+def _after(hook: Callable[[], None], method: Callable[..., None]) -> Callable[..., None]:
+    def hook_and_method(*args: Any) -> None:
+        hook()
+        method(*args)
+
+    return hook_and_method
+
+
 def handle_shards_as_memory(module: FSDPModule) -> None:
     """Have FSDP2 handle the shards of a unit without asking their classes for rules (2.11-2.15).
 

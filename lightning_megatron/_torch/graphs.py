@@ -87,6 +87,25 @@ def runs_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def backward_number() -> int:
+    """Number of the backward that this thread is within; an inner one has its own (2.11-2.13)."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that this thread is within has ended (2.11-2.13).
+
+    DDP and FSDP2 end their reductions so, and this comes behind them.
+    """
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def gradient_accumulator(leaf: Tensor) -> Any:
+    """Return the node that adds up the gradient of ``leaf``, and lives as long as it is held."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def break_graph() -> None:
     """End the graph that a compiler traces, before the call that leads here (2.11-2.13)."""
     importlib.import_module("torch._dynamo").graph_break()

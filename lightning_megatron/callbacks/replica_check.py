@@ -172,7 +172,7 @@ class ReplicaCheck(pl.Callback):
 def _held(services: MegatronServices) -> list[SharedTensor]:
     """Parameters and optimizer state of this rank that other ranks hold, too."""
     gradients, optimizers = services.gradients, services.optimizers
-    return [*shared_weights(gradients, optimizers), *shared_state(gradients, optimizers)]
+    return [*shared_weights(gradients), *shared_state(gradients, optimizers)]
 
 
 def _heal(

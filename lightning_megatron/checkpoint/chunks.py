@@ -103,6 +103,11 @@ def whole(tensor: Tensor, *, identical: bool = True) -> Chunk:
     )
 
 
+def whole_chunks(names: Mapping[Tensor, str]) -> dict[str, Chunk]:
+    """Return by name the chunks of tensors that this process holds in full."""
+    return {name: whole(tensor) for tensor, name in names.items()}
+
+
 def clean_name(name: str) -> str:
     """Remove what wrappers insert into a parameter name.
 

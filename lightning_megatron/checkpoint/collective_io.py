@@ -9,7 +9,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.chunks import Chunk, own_chunks, parameter_names, whole
+from lightning_megatron.checkpoint.chunks import (
+    Chunk,
+    own_chunks,
+    parameter_names,
+    whole,
+    whole_chunks,
+)
 from lightning_megatron.checkpoint.directory.manifest import Manifest
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.load.module_state import ModuleState, redirected
@@ -110,6 +116,8 @@ class Layout:
     """Names by alias, for aliases of a parameter of another stage."""
     names: Mapping[Tensor, str] | None = None
     """Canonical names of the tensors that the optimizers update; None for the parameters."""
+    beside: Mapping[Any, str] = field(default_factory=dict)
+    """Names of tensors that only an optimizer knows, all of which this rank holds."""
     rows: Mapping[nn.Parameter, OwnedRows] | None = None
     """Rows of whole parameters that this rank owns; it reads only these."""
     bring_together: Callable[[], None] = lambda: None
@@ -300,7 +308,7 @@ class _Loading:
                 restore = OptimizerRestore(
                     optimizer,
                     self._names,
-                    self._chunks,
+                    {**whole_chunks(self._layout.beside), **self._chunks},
                     stored_names=self._stored_names(),
                     prefix=f"{OPTIMIZER_PREFIX}.{index}",
                     tensors=self._reader.manifest.tensors,

@@ -54,6 +54,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         self.loss_scale = LossScale(
             initial_scale, growth_factor, backoff_factor, growth_interval, min_scale
         )
+        self._scales = False
+        """Whether a loss has been scaled."""
         self._finite: dict[Optimizer, bool] = {}
         """Whether all gradients were finite, for each optimizer whose gradients are unscaled."""
 
@@ -79,6 +81,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
             for gradient in self._gradients().local_gradients(optimizer):
                 gradient.mul_(self.loss_scale.value)
         self._finite.clear()
+        self._scales = True
         return loss * self.loss_factor
 
     def _unscale(self, optimizer: Optimizer) -> bool:
@@ -109,6 +112,13 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         if result is None and model.automatic_optimization:
             self.finish_closure(model, optimizer)
             return result  # training_step gave no loss, so there was no backward
+        if not (self._scales or model.automatic_optimization):
+            raise ConfigError(
+                "precision='16-mixed', automatic_optimization=False: the gradients of this step "
+                "come from no self.manual_backward, so they are not scaled, and the step would "
+                "divide them by the scale; nearest valid: self.manual_backward(loss), or "
+                "precision='bf16-mixed'"
+            )
         finite = self._unscale(optimizer)
         self.overflowed = not finite
         try:

@@ -97,6 +97,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         """Leave the step of an optimizer that runs the closure itself, if it is skipped."""
         if self._leave_out():
             raise _LeftOut
+        self._gradients().settle()
 
     @override
     def around_closure(self) -> AbstractContextManager[None]:
@@ -169,6 +170,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         """
         if self._leave_out():
             return None
+        self._gradients().settle()
         if self._local_steps is None:
             self._local_steps = {}
         specs = self._gradients().shard_specs

@@ -46,6 +46,7 @@ from lightning_megatron.checkpoint.chunks import (
     model_chunks,
     own_chunks,
     parameter_names,
+    whole_chunks,
 )
 from lightning_megatron.checkpoint.collective_io import (
     Layout,
@@ -218,7 +219,7 @@ class Checkpointing:
         if self._described is None or self._described[0] is not self._run.parallel:
             self.module_state()
         assert self._described is not None
-        chunks = self._described[1]
+        chunks = {**whole_chunks(self._run.parallel.gradients.beside), **self._described[1]}
         return capture_optimizer(optimizer, self._optimized_names(), chunks)
 
     def save(
@@ -581,6 +582,7 @@ class Checkpointing:
             layout=Layout(
                 canonical=self._run.parallel.canonical,
                 names=self._optimized_names(),
+                beside=self._run.parallel.gradients.beside,
                 rows=self._run.parallel.data.rows,
                 bring_together=self._weights_were_loaded,
             ),
@@ -627,7 +629,8 @@ class Checkpointing:
         self._run.events.write("local_save", **asdict(outcome))
 
     def _optimized_names(self) -> dict[torch.Tensor, str]:
-        return parameter_names(self._run.parallel.module, self._run.parallel.canonical)
+        parallel = self._run.parallel
+        return {**parallel.gradients.beside, **parameter_names(parallel.module, parallel.canonical)}
 
     def leave_groups_to(self, topology: Topology) -> None:
         """Have the groups that were made to save destroyed with others."""

@@ -86,6 +86,7 @@ from lightning_megatron.strategy.module_layout import (
     host_group_along_pp,
     stand_ins,
 )
+from lightning_megatron.strategy.optimizer_parameters import OptimizerParameters
 from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
@@ -215,6 +216,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.layout = ModuleLayout(self, self.options)
         self.tuners: list[Tuner] = []
         self.weight_watch = WeightWatch(self)
+        self.optimizer_parameters = OptimizerParameters(self, self.weight_watch.know_new)
         self.recovery = StepRecovery(self)
         self.replicas = ReplicaWatch(self)
         self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
@@ -227,7 +229,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._host_gloo: dist.ProcessGroup | None = None
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
-        self._shows_gradients = False
+        self.shows_gradients = False
         self.fitting: FittingMicrobatch | None = None
 
     # Processes ---------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
         self._host_gloo = host_group_along_pp(self.topology)
-        self.tuners, self._shows_gradients = [], False
+        self.tuners, self.shows_gradients = [], False
         self.fitting = self._new_fitting()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
@@ -411,7 +413,7 @@ class MegatronStrategy(LaunchingStrategy):
             self.checkpoints.open()
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
-            self._shows_gradients = looks
+            self.shows_gradients = looks
             self.parallel.data.show_gradients(looks)
             if (
                 self.topology.pp.size > 1
@@ -432,6 +434,7 @@ class MegatronStrategy(LaunchingStrategy):
                 ends_epoch=lambda: runs_last_batch(trainer),
             )
         self.setup_precision_plugin()
+        self.optimizer_parameters.begin()
         self.weight_watch.begin()
 
     def _new_fitting(self) -> FittingMicrobatch | None:
@@ -448,11 +451,11 @@ class MegatronStrategy(LaunchingStrategy):
         module, precision = self.module, self.precision
         self._parallel = parallel
         remember_layout(module, parallel)
-        if self._shows_gradients:  # it moves amid a run
+        if self.shows_gradients:  # it moves amid a run
             parallel.data.show_gradients(True)
+        self.optimizer_parameters.follow()
         precision.use(parallel.gradients)
         precision.prepare(parallel)
-        self.weight_watch.follow()
         self._steps = Steps(
             module,
             parallel,
@@ -462,6 +465,7 @@ class MegatronStrategy(LaunchingStrategy):
             host_group=self._host_gloo,
             fitting=self.fitting,
         )
+        self.weight_watch.follow()
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -505,6 +509,7 @@ class MegatronStrategy(LaunchingStrategy):
                 raise
             with stand_ins(self):
                 super().setup_optimizers(trainer)
+        self.optimizer_parameters.know()
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends
@@ -597,7 +602,10 @@ class MegatronStrategy(LaunchingStrategy):
                 output: Any = self.recovery.zero_loss()
             else:
                 step = self.steps.begin(self.data.shares.portion)
-                with self.weight_watch.on_own_stage():
+                automatic = self.module.automatic_optimization  # then gradients are cleared behind
+                within = self.weight_watch.own_backwards() if automatic else nullcontext()
+                self.weight_watch.begin_batch()
+                with self.weight_watch.on_own_stage(), within:
                     output = step.run((*args, *kwargs.values()))
                 for tuner in self.tuners:
                     tuner.after_batch(step.count)
@@ -618,8 +626,10 @@ class MegatronStrategy(LaunchingStrategy):
         if not self.recovery.skips_batch:
             self.pre_backward(loss)
             loss = self.precision.pre_backward(loss, self.module)
-            with self.weight_watch.on_own_stage():  # which a backward may repeat
+            watch = self.weight_watch
+            with watch.on_own_stage(), watch.own_backwards():  # of a stage, which it may repeat
                 self.steps.step.backward(loss, optimizer, *args, **kwargs)
+                watch.end_backward()
             loss = self.precision.post_backward(loss, self.module)
         self.post_backward(loss)
         automatic = self.module.automatic_optimization
@@ -642,6 +652,7 @@ class MegatronStrategy(LaunchingStrategy):
         automatic = self.module.automatic_optimization
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
+            self.checkpoints.before_update()  # there may have been no backward of this strategy's
         closure = self.recovery.begin_update(closure)
         self.weight_watch.show_groups(getattr(optimizer, "optimizer", optimizer))
         with self.data.scaled_rates(optimizer):
@@ -730,7 +741,8 @@ class MegatronStrategy(LaunchingStrategy):
     def _evaluating(self) -> Iterator[None]:
         """Context of a batch that does not train."""
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
-        with self._around_step(), self.weight_watch.on_own_stage():
+        watch = self.weight_watch
+        with self._around_step(), watch.on_own_stage(), watch.own_backwards():
             yield
         self.stop.end_evaluation()
 
@@ -914,6 +926,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._step_state = None
         self.processes.failures.end_watch()
         self.weight_watch.stop()
+        self.optimizer_parameters.stop()
         self.data.shares.stop()
         self.processes.forget_interface()
         self.checkpoints.close()

@@ -66,7 +66,7 @@ class ReplicaWatch:
         run = self._run
         run.parallel.data.come_to_rest()
         self.comparisons += 1
-        held = shared_weights(run.parallel.gradients, run.optimizers)
+        held = shared_weights(run.parallel.gradients)
         found = compare(held, Peers(run.host_group))
         if found is None:
             self._on = False

@@ -69,6 +69,10 @@ class Run(Protocol):
         """Steps on the layout; exist once the module is on it."""
 
     @property
+    def shows_gradients(self) -> bool:
+        """Whether hooks or steps of the user's are there to see gradients."""
+
+    @property
     def launcher(self) -> LauncherBase | None:
         """Launcher of the other processes of this node; None where it is not one of ours."""
 

@@ -67,8 +67,8 @@ EXPLANATIONS = (
     ),
     Explanation(
         r"setStorage: .* out of bounds for storage of size 0",
-        "a backward needed weights that zero=3 had freed, as gradients of gradients "
-        "(create_graph=True) and a second backward through one graph do",
+        "a backward needed weights that zero=3 had freed, as a second backward through one graph "
+        "does",
         "or differentiate once",
     ),
     Explanation(

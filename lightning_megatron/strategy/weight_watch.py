@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.comm.peers import Peers
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.strategy.group_weights import GroupWeights, StageState
+from lightning_megatron.strategy.optimizer_parameters import optimizers_of_users
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.divided_gradient import DividedGradients
@@ -29,6 +31,8 @@ from lightning_megatron.whole.stage_weights import (
 )
 from lightning_megatron.whole.weights import WeightParts
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
+from lightning_megatron.zero.gradients_by_hand import GradientsByHand
+from lightning_megatron.zero.late_hooks import LateHooks
 
 
 class WeightWatch:
@@ -43,6 +47,8 @@ class WeightWatch:
         self._parts: WeightParts | None = None
         self._divided: DividedGradients | None = None
         self._stages: StageWeights | None = None
+        self._by_hand: GradientsByHand | None = None
+        self._late_hooks: LateHooks | None = None
         self._goes_on = False
         """Whether the run is between two layouts."""
 
@@ -57,19 +63,23 @@ class WeightWatch:
             self._stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places)
-        self._divided = DividedGradients(gradients.hidden)
+        if gradients.spread or self._run.steps.interleaves:
+            self._late_hooks = LateHooks(gradients)
+        by_hand = self._by_hand = self._gradients_by_hand(gradients)
+        assigned = gradients.assignable if self._run.shows_gradients else ()
+        self._divided = DividedGradients(gradients.hidden, assigned, by_hand)
         self._let_clear(gradients)
         if self._stages is not None:  # a stage may have no weights
             self._show_optimizers(self._stages)
-        if places or self._stages is not None:
-            for optimizer in self._run.optimizers:
-                clear = _clearing(optimizer.zero_grad, gradients, self._stages)
+        if places or by_hand is not None or self._stages is not None:
+            for optimizer in optimizers_of_users(self._run):
+                clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
 
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
-        for optimizer in self._run.optimizers if self._parts is not None else ():
+        for optimizer in optimizers_of_users(self._run) if self._parts is not None else ():
             vars(optimizer).pop("zero_grad", None)
         if stages is not None:
             stages.sees_all = stages.alive = False
@@ -82,6 +92,12 @@ class WeightWatch:
                     item.show(None)
                 elif isinstance(item, PipelineSequential):
                     vars(item).pop("around_items", None)
+        if self._by_hand is not None:
+            self._by_hand.close()
+            self._by_hand = None
+        if self._late_hooks is not None:
+            self._late_hooks.close()
+            self._late_hooks = None
         if self._divided is not None:
             vars(self._run.module).pop("zero_grad", None)
             self._divided.end()
@@ -89,6 +105,63 @@ class WeightWatch:
         if self._parts is not None:
             self._parts.end()
             self._parts = None
+
+    def _gradients_by_hand(self, gradients: GradientSet) -> GradientsByHand | None:
+        """Watch over gradients that users make, where hooks or steps of theirs may do so."""
+        run = self._run
+        if not (run.shows_gradients and gradients.spread):
+            return None
+        return GradientsByHand(
+            gradients,
+            run.parallel.data,
+            accumulates=lambda: run.steps.accumulating,
+            check=self._check_by_hand,
+            ended=self._call_hooks,
+        )
+
+    def _check_by_hand(self, what: str) -> None:
+        """Refuse gradients that are not those of the loss that the strategy would differentiate.
+
+        Args:
+            what: code of the user's that makes them.
+        """
+        run, lacks = self._run, ""
+        if run.precision.loss_factor != 1.0 and "backward" in what:
+            lacks = "precision='16-mixed': the loss is not scaled"
+        if run.steps.step.share.portion is not None:
+            lacks = "batch_shares: gradients do not count by this rank's share of the samples"
+        if lacks:
+            raise ConfigError(
+                f"{what}, {lacks}, which self.manual_backward sees to; nearest valid: "
+                "self.manual_backward(loss)"
+            )
+
+    def know_new(self) -> None:
+        """An optimizer has got further parameters."""
+        if self._by_hand is not None and self._divided is not None:
+            self._divided.add(self._run.parallel.gradients.assignable, self._by_hand)
+
+    def begin_batch(self) -> None:
+        """Learn of what is trained from now on."""
+        if self._by_hand is not None:
+            self._by_hand.watch()
+        if self._late_hooks is not None:
+            self._late_hooks.find()
+
+    def own_backwards(self) -> AbstractContextManager[None]:
+        """Context in which the steps see to the gradients of backwards, or nobody wants them."""
+        return nullcontext() if self._by_hand is None else self._by_hand.paused()
+
+    def end_backward(self) -> None:
+        """A backward of the strategy's own has ended."""
+        if self._by_hand is not None and self._run.steps.step.reduces_all:
+            self._by_hand.forget()
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        if self._late_hooks is not None:
+            spread = self._run.parallel.gradients.spread
+            self._late_hooks.call(accumulates=spread and self._run.steps.accumulating)
 
     def _let_clear(self, gradients: GradientSet) -> None:
         """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""
@@ -234,7 +307,10 @@ def _of_all_stages(
 
 
 def _clearing(
-    zero_grad: Callable[..., Any], gradients: GradientSet, stages: StageWeights | None
+    zero_grad: Callable[..., Any],
+    gradients: GradientSet,
+    stages: StageWeights | None,
+    by_hand: GradientsByHand | None,
 ) -> Callable[..., Any]:
     """Let ``zero_grad`` take the weights of this rank alone, and hooks ask what it left."""
 
@@ -242,6 +318,8 @@ def _clearing(
     def cleared(*args: Any, **kwargs: Any) -> None:
         zero_grad(*args, **kwargs)
         gradients.forget_rows()
+        if by_hand is not None and not kwargs.get("set_to_none", (*args, True)[0]):
+            by_hand.cleared()
         if stages is not None:
             stages.forget_gradients()
 

@@ -23,7 +23,7 @@ arXiv 1910.02054.) Reduction is a mean over the data-parallel ranks.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -183,6 +183,17 @@ class ZeroDataParallel(Protocol):
 
     def resume(self) -> None:
         """Another run begins."""
+        ...
+
+    def tell_backwards(self, hook: Callable[[], None] | None) -> None:
+        """Call a hook whenever a backward is about to reduce, whoever runs it; None: no longer.
+
+        What is reduced when this is told alone (`before_backward`) calls none.
+        """
+        ...
+
+    def average_again(self) -> None:
+        """Average what is in ``.grad`` of whole parameters; collective."""
         ...
 
     def show_gradients(self, whole: bool) -> None:

@@ -11,7 +11,7 @@ A unit has one mesh. So experts, which other ranks hold than hold the rest of a 
 those ranks.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch.dtensor import has_hooks, has_storage, shard_of
 from lightning_megatron._torch.fsdp import (
+    call_before_backward,
     fill_missing_gradients,
     handle_shards_as_memory,
     keep_reduced_gradients_wide,
@@ -113,6 +114,7 @@ class FullySharded(ZeroDataParallel):
         self._lacked: set[Any] = set()
         self._filled: list[Any] = []
         self._sent: tuple[dist.Work, Tensor] | None = None
+        self._hook: Callable[[], None] | None = None
 
     def wrap(
         self,
@@ -144,6 +146,7 @@ class FullySharded(ZeroDataParallel):
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         self._filled += fill_missing_gradients(module, self._lacked)
         handle_shards_as_memory(module)
+        call_before_backward(module, self._begin_unit)
         if works_in_place(module):
             # It runs after FSDP2's.
             module.register_forward_pre_hook(lambda _, args: as_results(args))
@@ -319,6 +322,29 @@ class FullySharded(ZeroDataParallel):
     @override
     def gather_all(self) -> None:
         """No-op: parameters consist of shards."""
+
+    @override
+    def tell_backwards(self, hook: Callable[[], None] | None) -> None:
+        self._hook = hook
+
+    @override
+    def average_again(self) -> None:
+        """No-op: what was reduced by FSDP2 is not whole, so nobody can have assigned it."""
+
+    def _begin_unit(self) -> None:
+        """The backward of a unit begins.
+
+        Raises:
+            ConfigError: there will be gradients of gradients.
+        """
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: gradients of gradients need weights that zero=3 has freed, and "
+                "come after the reduction of the gradients; nearest valid: zero=2 or lower keeps "
+                "parameters whole, or differentiate once"
+            )
+        if self._hook is not None:
+            self._hook()
 
     @override
     def show_gradients(self, whole: bool) -> None:

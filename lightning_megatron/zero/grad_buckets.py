@@ -344,8 +344,12 @@ def _holders(flags: Tensor, complete: bool) -> list[float]:
     return [1.0] * len(flags) if complete else flags.tolist()
 
 
+class OwnHook:
+    """Base of this library's hooks on gradients that are added up."""
+
+
 @dataclass(frozen=True)
-class _Arrival:
+class _Arrival(OwnHook):
     """Hook on a parameter; knows its place, as parameters compare by element.
 
     It refers to the buckets weakly, and to no parameter: torch holds it where Python's garbage

@@ -13,7 +13,8 @@ that it cannot know about:
   Every stage holds them. Averaged over the data-parallel ranks and summed over the stages, so it
   does not matter which stages used them.
 * *unmanaged*: further parameters that data parallelism leaves whole (scalars; those that several
-  stages of one rank share; under ZeRO 3 with manual optimization those directly in the module).
+  stages of one rank share; those that only an optimizer knows; under ZeRO 3 with manual
+  optimization those directly in the module).
   Averaged over the data-parallel ranks, those of experts over the ranks with the same experts.
 
 Each kind costs one coalesced all-reduce per group, and one for each gradient of more than a million
@@ -22,7 +23,7 @@ elements, in float32 for narrower gradients.
 The file is long because the kinds, the global norm and clipping go through the same roles.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -74,6 +75,8 @@ class ParameterRole:
     """Pipeline ranks that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
     """Group of those ranks."""
+    of_optimizer: bool = False
+    """Whether an optimizer knows it, and the layout does not."""
 
     def axes(self, topology: Topology) -> ParameterAxes:
         """Axes over which the parameter lies."""
@@ -134,6 +137,8 @@ class GradientSet:
     Attributes:
         lends: see above.
         last_norm: global norm as it was asked for the last time before clipping.
+        complete: whether `finish` has completed the gradients that there are.
+        before_use: called before anything is made of the gradients.
     """
 
     def __init__(
@@ -148,8 +153,16 @@ class GradientSet:
         self.last_norm: Tensor | None = None
         self._known: _Squares | None = None
         self._asked: ParameterGroups | None = None
+        self.complete = False
+        self.before_use: Callable[[], None] | None = None
+        self._aside: list[HeldGradient] = []
         world = topology.world_size > 1
         self._world_group = dist.group.WORLD if world else None
+        self._sort()
+
+    def _sort(self) -> None:
+        """Find out which roles need what."""
+        topology = self._topology
         self._partial = [
             r
             for r in self.roles
@@ -174,14 +187,49 @@ class GradientSet:
             if role.tied_group is not None:
                 entry = self._tied.setdefault(role.tied_ranks, (role.tied_group, []))
                 entry[1].append(role)
+        tied = [role for _, roles in self._tied.values() for role in roles]
+        summed = {id(role): role for role in (*self._partial, *self._outside, *tied)}
+        self._summed = list(summed.values())
         self._with_rows = [r for r in self.roles if r.rows is not None]
-        self._role_of: dict[Tensor, ParameterRole] = {r.parameter: r for r in self.roles}
         self._counted = {id(r.parameter): counts(r, topology) for r in self.roles}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
         return [role.parameter for role in self.roles]
+
+    @property
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the layout knows."""
+        return [role.parameter for role in self.roles if not role.of_optimizer]
+
+    @property
+    def beside(self) -> dict[Tensor, str]:
+        """Parameters that only an optimizer knows, and their names."""
+        return {role.parameter: role.name for role in self.roles if role.of_optimizer}
+
+    def know_optimizers(self, parameters: Mapping[nn.Parameter, str]) -> None:
+        """Give roles to parameters that the layout does not know, the same on all ranks.
+
+        Args:
+            parameters: with their names, in the place of those of an earlier call.
+        """
+        own = [role for role in self.roles if not role.of_optimizer]
+        if len(own) == len(self.roles) and not parameters:
+            return
+        outside = self._topology.pp.size > 1
+        self.roles = (
+            *own,
+            *(
+                ParameterRole(
+                    name=name, parameter=p, outside=outside, unmanaged=True, of_optimizer=True
+                )
+                for p, name in parameters.items()
+            ),
+        )
+        self._sort()
+        self._known = None
+        self.forget_shard_specs()
 
     @cached_property
     def shard_specs(self) -> Mapping[Tensor, ShardSpec]:
@@ -198,6 +246,12 @@ class GradientSet:
         return all(p not in self.lends for p in members) and all(
             self.shard_specs[p].is_whole for p in members if p in self.shard_specs
         )
+
+    @property
+    def spread(self) -> bool:
+        """Whether other ranks have a part in any of the gradients."""
+        means = (axes.mean.size for axes in self._topology.all_axes)
+        return bool(self._summed) or any(size > 1 for size in means)
 
     @property
     def device(self) -> torch.device:
@@ -226,8 +280,18 @@ class GradientSet:
 
     def begin(self) -> None:
         """Add up gradients in float32 from now on, those of narrower parameters too."""
+        self.set_aside()
         for role in self._narrow:
             _hold_gradient_in(role.parameter, torch.float32)
+
+    def set_aside(self) -> None:
+        """A backward begins: keep sums over ranks that are complete away from it, until `finish`.
+
+        They would be summed again with what it adds. A mean of means is the same.
+        """
+        if self.complete and self._summed:
+            self._aside += self._take_out(self._summed)
+        self.complete = False
 
     def forget_rows(self) -> None:
         """Forget gradients that are with the owners of rows, as ``zero_grad`` is about to."""
@@ -241,6 +305,19 @@ class GradientSet:
         found = (role.rows for role in self._with_rows)
         return [rows for rows in found if rows and not (rows.is_whole or rows.shows_gradient)]
 
+    @property
+    def assignable(self) -> list[nn.Parameter]:
+        """Whole parameters whose gradients several ranks average, or hold wider than these."""
+        return [
+            role.parameter
+            for role in self.roles
+            if not isinstance(role.parameter, DTensor)
+            and (
+                role.axes(self._topology).mean.size > 1
+                or (role.rows is not None and role.rows.is_wider)
+            )
+        ]
+
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group.
 
@@ -252,10 +329,17 @@ class GradientSet:
             _hold_gradient_in(role.parameter, role.parameter.dtype)
             if role.rows is not None and role.rows.gradient is not None:
                 role.rows.gradient = role.rows.gradient.to(role.parameter.dtype)
+        self.add(self._aside)
+        self._aside = []
+        self.complete = True
 
-    def _complete(self) -> None:
+    def average_unmanaged(self) -> None:
+        """Average what data parallelism leaves; collective over the ranks of each group."""
         for axes, roles in self._unmanaged:
             _sum_gradients(roles, axes.mean.group, mean=True)
+
+    def _complete(self) -> None:
+        self.average_unmanaged()
         if self._outside:
             _sum_gradients(self._outside, self._topology.pp.group)
         for group, roles in self._tied.values():
@@ -263,21 +347,28 @@ class GradientSet:
         if self._partial:
             _sum_gradients(self._partial, self._topology.tp.group)
 
+    def settle(self) -> None:
+        """See to it that gradients are what the optimizer is to step on; see `before_use`."""
+        if self.before_use is not None:
+            self.before_use()
+
     def take_out(self) -> list["HeldGradient"]:
         """Take all gradients away from the parameters, to be put back by `add`."""
+        return self._take_out(self.roles)
+
+    @staticmethod
+    def _take_out(roles: Sequence[ParameterRole]) -> list["HeldGradient"]:
         held = [
             (role, role.parameter.grad, None if role.rows is None else role.rows.gradient)
-            for role in self.roles
+            for role in roles
         ]
-        self.drop()
+        _drop(roles)
         return [entry for entry in held if entry[1] is not None or entry[2] is not None]
 
     def drop(self) -> None:
         """Forget all gradients."""
-        for role in self.roles:
-            role.parameter.grad = None
-            if role.rows is not None:
-                role.rows.gradient = None
+        self._aside = []
+        _drop(self.roles)
 
     @staticmethod
     def add(taken: Sequence["HeldGradient"]) -> None:
@@ -311,6 +402,7 @@ class GradientSet:
         What is in it is split by the optimizer that was asked about last, so that no other sum is
         needed for it: which ranks hold what may differ, so all compute at the same moments.
         """
+        self.settle()
         groups = None if optimizer is None else optimizer.param_groups
         stamp, known = self._stamps(), self._known
         fits = known is not None and (groups is None or groups is known.groups)
@@ -328,17 +420,11 @@ class GradientSet:
         for inside in (True, False):
             roles = [role for role in self.roles if (id(role.parameter) in members) is inside]
             parts.append((self._counted_of(roles), self._copies_of(roles)))
-        strangers = [p.grad for p in self._strangers(groups) if p.grad is not None]
-        parts[0][0 if self._topology.rank == 0 else 1].extend(strangers)
         return parts
-
-    def _strangers(self, groups: "ParameterGroups | None") -> Iterator[Tensor]:
-        """Parameters of an optimizer that are not the module's."""
-        for group in groups or ():
-            yield from (p for p in group["params"] if p not in self._role_of)
 
     def by_name(self) -> list[tuple[str, Tensor]]:
         """The local gradients there are, with the names of their parameters."""
+        self.settle()
         found = ((role.name, role.held_gradient) for role in self.roles)
         return [(name, gradient) for name, gradient in found if gradient is not None]
 
@@ -348,6 +434,7 @@ class GradientSet:
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to global sums: over all ranks, each element once."""
+        self.settle()
         return self._counted_of(self.roles)
 
     def _counted_of(self, roles: Iterable[ParameterRole]) -> list[Tensor]:
@@ -414,6 +501,7 @@ class GradientSet:
             rule: how much is large.
             optimizer: whose parameters are meant; None for all.
         """
+        self.settle()
         chosen = [
             (role, gradient)
             for role in self._roles_of(optimizer)
@@ -455,9 +543,8 @@ class GradientSet:
 
     def local_gradients(self, optimizer: Optimizer | None = None) -> list[Tensor]:
         """All that this rank has of the gradients of an optimizer's parameters, or of all."""
+        self.settle()
         found = [role.held_gradient for role in self._roles_of(optimizer)]
-        if optimizer is not None:
-            found += [p.grad for p in self._strangers(optimizer.param_groups)]
         return [gradient for gradient in found if gradient is not None]
 
 
@@ -632,6 +719,13 @@ def _set_gradient(role: ParameterRole, flat: Tensor) -> None:
     held_in = parameter.grad_dtype or parameter.dtype
     parameter.grad = torch.zeros_like(parameter, dtype=held_in)
     local(parameter.grad).copy_(flat.view(target.shape))
+
+
+def _drop(roles: Iterable[ParameterRole]) -> None:
+    for role in roles:
+        role.parameter.grad = None
+        if role.rows is not None:
+            role.rows.gradient = None
 
 
 HeldGradient = tuple[ParameterRole, Tensor | None, Tensor | None]

@@ -9,7 +9,7 @@ A comparison reads each tensor once (`fault_tolerance.replica_comparison`) and g
 each rank; only if digests differ do fingerprints of single tensors go around.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from torch import Tensor
@@ -31,42 +31,18 @@ from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.memory import own_weights
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole, local
 
-EVERYBODY: Holders = (("all ranks",), 0)
-"""Who holds a parameter that is an optimizer's and not the module's."""
-
-
 @own_weights
-def shared_weights(gradients: GradientSet, optimizers: Sequence[Optimizer]) -> list[SharedTensor]:
-    """Parameters of this rank that other ranks hold, too.
-
-    Args:
-        gradients: of the module's parameters.
-        optimizers: of the run, which may have parameters that are not the module's.
-    """
-    return [*_of_module(gradients), *_of_optimizers(gradients, optimizers)]
-
-
-def _of_module(gradients: GradientSet) -> Iterator[SharedTensor]:
+def shared_weights(gradients: GradientSet) -> list[SharedTensor]:
+    """Parameters of this rank that other ranks hold, too."""
+    found = []
     for role in gradients.roles:
         # Below ZeRO 3 all data-parallel ranks hold a parameter, and each owns a part of it.
         divided = role.is_divided and role.rows is None
         holders = _holders(role, gradients.topology, divided=divided)
         if holders is not None:
             held = local(role.parameter.detach())
-            yield SharedTensor(name=role.name, tensor=held, holders=holders)
-
-
-def _of_optimizers(
-    gradients: GradientSet, optimizers: Sequence[Optimizer]
-) -> Iterator[SharedTensor]:
-    known = {id(parameter) for parameter in gradients.parameters}
-    for number, optimizer in enumerate(optimizers):
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        strangers = [p for p in members if id(p) not in known and p.numel()]
-        for place, parameter in enumerate(strangers if gradients.topology.world_size > 1 else ()):
-            name = f"parameter {place} of optimizer {number} that is not the module's"
-            held = local(parameter.detach())
-            yield SharedTensor(name=name, tensor=held, holders=EVERYBODY)
+            found.append(SharedTensor(name=role.name, tensor=held, holders=holders))
+    return found
 
 
 @own_weights

@@ -22,7 +22,7 @@ multiplies with), so that a network which is updated by hand, such as a moving a
 precision.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, ref
 
@@ -213,6 +213,15 @@ class WholeParameters(ZeroDataParallel):
             buckets.whole = self._whole
         for rows in self.rows.values():
             rows.shows_gradient = self._whole or rows.parameter not in self._reduced
+
+    @override
+    def tell_backwards(self, hook: Callable[[], None] | None) -> None:
+        """No-op: a backward of which nobody tells (`before_backward`) reduces nothing."""
+
+    @override
+    def average_again(self) -> None:
+        self.begin()
+        self.finish()
 
     def _let_look(self, gather: RowGather, members: set[nn.Parameter]) -> None:
         """Have a look at one of these gradients bring them all, whichever rank looks at which.

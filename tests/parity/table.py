@@ -25,6 +25,7 @@ from tests.parity import (
     context_items,
     epoch_ends,
     expert_habits,
+    gradients_by_hand,
     habits,
     plain_modules,
     split_logits,
@@ -129,6 +130,19 @@ LAYOUTS: dict[str, Layout] = {
     "ep zero 3": Layout(kind="experts", ranks=4, options={"ep": 2, "zero": 3}, thorough=True),
     "ep tp": Layout(kind="experts", ranks=4, options={"ep": 4, "tp": 2, "zero": 2}, thorough=True),
     "experts tp": Layout(kind="experts", options={"tp": 2}, thorough=True),
+    "sequence parallel": Layout(kind="sums over tp", options={"tp": 2, "sequence_parallel": True}),
+    "sequence parallel zero 1": Layout(
+        kind="sums over tp",
+        ranks=4,
+        options={"tp": 2, "sequence_parallel": True, "zero": 1},
+        thorough=True,
+    ),
+    "sequence parallel zero 3": Layout(
+        kind="sums over tp",
+        ranks=4,
+        options={"tp": 2, "sequence_parallel": True, "zero": 3},
+        thorough=True,
+    ),
     "router tp": Layout(kind="router", options={"tp": 2, "ep": 2}),
     "router": Layout(kind="router", options={"ep": 2}),
     "ep pp": Layout(
@@ -248,7 +262,81 @@ enter(
             **dict.fromkeys(("zero 1", "zero 2"), "optimizer=ZeroRedundancyOptimizer: it divides"),
         ),
     },
-    GradientPenalty=_whole(rf"GradientPenalty: .*{_KEPT}differentiate once"),
+    GradientPenalty=_whole(rf"create_graph=True: .*{_KEPT}differentiate once"),
+)
+
+
+# Gradients that the strategy has not asked for, and parameters that only an optimizer knows.
+_LOCAL = r"torch\.autograd\.grad of a weight that zero=3 keeps in parts.*zero=2"
+_DATA = partial(Entry, kinds=("data parallel",), trainer={"max_epochs": 2})
+enter(
+    "gradients",
+    gradients_by_hand.BACKWARDS,
+    _DATA,
+    PlainThenClips={"also": ("zero 0", "zero 1", "zero 3")},
+    PlainInHook={"kinds": ("data parallel", "microbatches"), "also": ("zero 2 in parts",)},
+    KeepsGradients={
+        "kinds": ("data parallel", "microbatches", "schedule"),
+        "also": ("zero 2 in parts",),
+        "without": ("gpipe",),
+    },
+)
+enter(
+    "gradients",
+    gradients_by_hand.ASSIGNED,
+    partial(_DATA, refused={"zero 3": _LOCAL}),
+    AssignsThenClips={"also": ("zero 0", "zero 1", "zero 2")},
+    CopiesInto={"also": ("zero 0",)},
+    ChangesByAssignment={"also": ("zero 1",), "refused": {}},
+    AddsGradients={"also": ("zero 1",)},
+)
+_SUMS: dict[str, Any] = {"also": ("sequence parallel",)}
+_SUMS_OF_OWN: dict[str, Any] = {"refused": {"sequence parallel zero 3": _LOCAL}}
+enter(
+    "gradients",
+    gradients_by_hand.ATTENDING,
+    partial(Entry, kinds=("sums over tp",), trainer={"max_epochs": 2}, thorough=True),
+    PlainThenClipsAttends=_SUMS,
+    TwoManualAttends=_SUMS,
+    StepsEverySecondAttends=_SUMS,
+    KeepsGradientsAttends=_SUMS,
+    AssignsAttends=_SUMS_OF_OWN,
+    AssignsThenClipsAttends={**_SUMS, **_SUMS_OF_OWN},
+    AddsGradientsAttends=_SUMS_OF_OWN,
+)
+enter(
+    "gradients",
+    gradients_by_hand.OWN,
+    partial(_DATA, kinds=SPLIT, without=("tp",)),
+    WeighsLosses={
+        "kinds": (*SPLIT, "schedule and others"),
+        "also": ("zero 0", "zero 3"),
+        "without": (),
+    },
+    AddsLayer={"also": ("zero 1",)},
+)
+enter(
+    "gradients",
+    gradients_by_hand.IN_BACKWARD,
+    partial(
+        _DATA, kinds=("data parallel", "tp", "microbatches", "schedule"), without=("tp", "gpipe")
+    ),
+    ClampsInBackward={"also": ("zero 0",), "without": ("gpipe",)},
+    StepsInBackward={"also": ("zero 1",)},
+)
+TABLE["gradients/DifferentiatesAll"] = Entry(
+    module=gradients_by_hand.DifferentiatesAll,
+    kinds=("data parallel",),
+    also=("zero 3",),
+    # A norm of the gradient of a rank's own samples is no mean over ranks.
+    without=("zero 0", "zero 1", "zero 2"),
+    refused={"zero 3": _LOCAL},
+)
+TABLE["gradients/PenaltyOfTwoCalls"] = Entry(
+    module=gradients_by_hand.PenaltyOfTwoCalls,
+    kinds=("data parallel",),
+    also=("zero 3",),
+    refused={"zero 3": rf"create_graph=True: .*{_KEPT}differentiate once"},
 )
 
 

@@ -29,17 +29,19 @@ class BatchGradients:
         self._all = gradients
         self._earlier: list[HeldGradient] = []
         self._own: list[HeldGradient] = []
+        self._are_complete = False
 
-    def begin(self, *, first: bool, deferred: bool) -> None:
+    def begin(self, *, cleared: bool, deferred: bool) -> None:
         """Make room for the gradients of the batch.
 
         Args:
-            first: whether the batch is the first of its accumulation. Gradients that are there
-                belong to the update before: ``zero_grad``, which comes later, is to clear them.
+            cleared: whether gradients that are there belong to the update before, and
+                ``zero_grad``, which comes later, is to clear them.
             deferred: whether those of earlier batches stay in place, as they are to be reduced
                 with those of this one.
         """
-        if first:
+        self._are_complete = self._all.complete
+        if cleared:
             self._all.drop()
         elif not deferred:
             self._earlier = self._all.take_out()
@@ -57,5 +59,7 @@ class BatchGradients:
 
     def show(self) -> None:
         """Add the gradients of the batch to those that are there."""
+        self._all.complete = self._are_complete
+        self._all.set_aside()
         self._all.add(self._own)
         self._own = []

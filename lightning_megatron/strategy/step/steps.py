@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
@@ -133,7 +134,7 @@ class Steps:
         self.coupling = SampleCoupling(module, speaks=speaks)
         self.accumulating = False
         self.loss_per_token: bool | None = None
-        self._kind = WholeStep if pp.size == 1 and rule.single else InterleavedStep
+        self._kind: type[Step] = WholeStep if pp.size == 1 and rule.single else InterleavedStep
         self.step: Step = self._kind(self, None)
         by_step = pp.size == 1 and isinstance(parallel.data, FullySharded)
         generate_together(module, topology, self.forward.gathered if by_step else None)
@@ -178,6 +179,16 @@ class Steps:
         sharded = isinstance(self.parallel.data, FullySharded)
         several = self.parallel.topology.batch.size > 1
         return (sharded and several) or self.cut.experts_meet
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether a batch may run in several backwards."""
+        return self._kind is InterleavedStep
+
+    @cached_property
+    def keeps_gradients(self) -> bool:
+        """Whether the module says itself which gradients are cleared."""
+        return is_overridden("optimizer_zero_grad", self.module)
 
     @cached_property
     def outputs_are_used(self) -> bool:
@@ -254,6 +265,11 @@ class Step(ABC):
         if not self._steps.accumulating:
             self._steps.parallel.gradients.finish()
 
+    @property
+    def reduces_all(self) -> bool:
+        """Whether the latest `backward` has reduced all that was in ``.grad``."""
+        return False
+
     @abstractmethod
     def _add_gradients(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward, or, where `run` already did, bring its gradients to light."""
@@ -281,6 +297,11 @@ class WholeStep(Step):
 
     _of_token: Tensor | None = None
     """Factor of the loss of a token, where the step returned a sum over tokens."""
+
+    @property
+    @override
+    def reduces_all(self) -> bool:
+        return not self._steps.accumulating
 
     @override
     def run(self, args: Sequence[Any]) -> Any:
@@ -387,7 +408,7 @@ class InterleavedStep(Step):
         steps, share, data = self._steps, self.share, self._steps.parallel.data
         first, by_sample = steps.first_of_accumulation, steps.loss_per_token is False
         deferred = data.accumulates_in_grad and by_sample and not first
-        self._gradients.begin(first=first, deferred=deferred)
+        self._gradients.begin(cleared=first and not steps.keeps_gradients, deferred=deferred)
         data.begin(blocked=steps.accumulating and by_sample)
         weights = [weight * share.weight for weight in microbatches.weights]
         counted = microbatches.counted if share.counts else 0
