@@ -92,7 +92,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         return self._finite[optimizer]
 
     @override
-    def optimizer_step(  # type: ignore[override]
+    def closure_and_step(
         self,
         optimizer: Optimizer,
         model: LightningModule,

@@ -32,12 +32,13 @@ from typing_extensions import override
 from lightning_megatron._lightning.hooks import PrecisionAroundClosure
 from lightning_megatron._torch.fsdp import gather_through, gathers_through
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, EnableTorchFunction
+from lightning_megatron._torch.step_hooks import step_hooks
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
-from lightning_megatron.optim.gathered_step import GatheredStep, steps_on_whole
+from lightning_megatron.optim.gathered_step import GatheredStep
 from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.forward_wrapper import BlockForward
-from lightning_megatron.zero.data_parallel import ComputeTypes
+from lightning_megatron.zero.data_parallel import ComputeTypes, ZeroDataParallel
 from lightning_megatron.zero.fully_sharded import FullySharded
 from lightning_megatron.zero.gradients import GradientSet
 from lightning_megatron.zero.whole_parameters import WholeParameters
@@ -63,7 +64,11 @@ class ShardedPrecision(PrecisionAroundClosure):
     left_out = 0
     _skip = False
     gradients: GradientSet | None = None
-    _local_steps: dict[Optimizer, ShardedStep | GatheredStep] | None = None
+    _data: ZeroDataParallel | None = None
+    _sharded_steps: dict[Optimizer, ShardedStep]
+    _gathered_steps: dict[Optimizer, GatheredStep]
+    _gathered: GatheredStep | None = None
+    """Step that runs now, and whose closure may be called."""
 
     @property
     def types(self) -> ComputeTypes:
@@ -78,19 +83,59 @@ class ShardedPrecision(PrecisionAroundClosure):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, then step on the shards that this rank owns."""
+        """Run the closure, then step on the shards that this rank owns.
+
+        Hooks of the optimizer see the module's parameters, before the closure and after the step.
+        """
         self.skipped = False
-        if not steps_on_shards(optimizer) and self._gradients().lends_nothing(optimizer):
-            # All is here; this one may call the closure as often as it wants.
+        hooks = step_hooks(optimizer)
+        if hooks is None:
+            return self.closure_and_step(optimizer, model, closure, **kwargs)
+        given = hooks.before({"closure": closure, **kwargs})
+        with hooks.aside():
+            result = self.closure_and_step(optimizer, model, **given)
+        if not self.skipped:
+            hooks.after(given)
+        return result
+
+    def closure_and_step(
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure and step, or let the step of the optimizer run it."""
+        if not steps_on_shards(optimizer):
             try:
-                with DisableTorchFunctionSubclass():
-                    return super().optimizer_step(optimizer, model, closure, **kwargs)
+                return self._step_with_closure(optimizer, model, closure, **kwargs)
             except _LeftOut:
                 return None
         result = closure()
         self.finish_closure(model, optimizer)
         returned = self.step(optimizer, **kwargs)
         return result if returned is None else returned
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Let an optimizer run the closure, as often as it wants."""
+        if self._gradients().lends_nothing(optimizer):
+            with DisableTorchFunctionSubclass():
+                result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        else:
+            self._gathered = gathered = self._gathered_step(optimizer)
+            try:
+                with gathered.lent(), self._around(optimizer):
+                    result = super().optimizer_step(optimizer, model, closure, **kwargs)
+            finally:
+                self._gathered = None
+        self._tell(optimizer)
+        return result
 
     @override
     def before_update(self) -> None:
@@ -102,7 +147,7 @@ class ShardedPrecision(PrecisionAroundClosure):
     def around_closure(self) -> AbstractContextManager[None]:
         """Context of the user's code that an optimizer's step calls."""
         found: AbstractContextManager[None] = EnableTorchFunction()
-        return found
+        return found if self._gathered is None else self._gathered.given_back()
 
     def skip_step(self) -> None:
         """Skip the next step; called on all ranks or on none."""
@@ -151,6 +196,7 @@ class ShardedPrecision(PrecisionAroundClosure):
 
     def prepare(self, parallel: ParallelModule) -> None:
         """Prepare the layers of a module that is on its layout; called before it runs."""
+        self._data = parallel.data
         for layer in parallel.module.modules():
             if getattr(layer, GEMM_BACKEND, None) is not None:  # of an earlier Trainer's plugin
                 set_gemm_backend(layer, None)
@@ -169,15 +215,39 @@ class ShardedPrecision(PrecisionAroundClosure):
         """
         if self._leave_out():
             return None
-        if self._local_steps is None:
-            self._local_steps = {}
-        specs = self._gradients().shard_specs
-        if optimizer not in self._local_steps:
-            kind = GatheredStep if steps_on_whole(optimizer, specs) else ShardedStep
-            self._local_steps[optimizer] = kind(optimizer, specs, self._gradients().lends)
-        swapped = self._local_steps[optimizer].tensors_swapped()
-        with DisableTorchFunctionSubclass(), swapped, self._around(optimizer):
-            return optimizer.step(**kwargs)
+        if steps_on_shards(optimizer):
+            with (
+                DisableTorchFunctionSubclass(),
+                self._sharded_step(optimizer).tensors_swapped(),
+                self._around(optimizer),
+            ):
+                result = optimizer.step(**kwargs)
+        else:
+            with self._gathered_step(optimizer).lent(), self._around(optimizer):
+                result = optimizer.step(**kwargs)
+        self._tell(optimizer)
+        return result
+
+    def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
+        found = self._sharded_steps.get(optimizer)
+        if found is None:
+            gradients = self._gradients()
+            found = ShardedStep(optimizer, gradients.shard_specs, gradients.lends)
+            self._sharded_steps[optimizer] = found
+        return found
+
+    def _gathered_step(self, optimizer: Optimizer) -> GatheredStep:
+        found = self._gathered_steps.get(optimizer)
+        if found is None:
+            gradients = self._gradients()
+            found = GatheredStep(optimizer, gradients.shard_specs, gradients.lends, self._tell)
+            self._gathered_steps[optimizer] = found
+        return found
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        """Tell other ranks what a step has made of this rank's part; collective."""
+        if self._data is not None:
+            self._data.after_step(optimizer)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context of an optimizer's step, entered once the optimizer holds local tensors."""
@@ -206,7 +276,7 @@ class ShardedPrecision(PrecisionAroundClosure):
     def use(self, gradients: GradientSet) -> None:
         """Clip these gradients from now on, and drop what was prepared for earlier ones."""
         self.gradients = gradients
-        self._local_steps = None
+        self._sharded_steps, self._gathered_steps = {}, {}
 
     def _gradients(self) -> GradientSet:
         if self.gradients is None:

@@ -642,8 +642,6 @@ class MegatronStrategy(LaunchingStrategy):
         with self.data.scaled_rates(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         taken = self.recovery.end_update()
-        if taken:
-            self.parallel.data.after_step(optimizer)
         self.steps.router_bias.after_step(optimizer, taken=taken)
         self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result
