@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -148,6 +149,16 @@ class ShardedPrecision(PrecisionAroundClosure):
         """Context of the user's code that an optimizer's step calls."""
         found: AbstractContextManager[None] = EnableTorchFunction()
         return found if self._gathered is None else self._gathered.given_back()
+
+    @override
+    def loss_of_closure(self, loss: Any) -> Any:
+        """Mean over the ranks that saw other samples, on which an optimizer may decide."""
+        axis = self._gradients().topology.loss
+        if not isinstance(loss, Tensor) or axis.group is None:
+            return loss
+        mean = loss.detach() / axis.size
+        dist.all_reduce(mean, group=axis.group)
+        return mean
 
     def skip_step(self) -> None:
         """Skip the next step; called on all ranks or on none."""
