@@ -98,8 +98,8 @@ class GatheredStep:
         self._rows = {} if rows is None else rows
         self._tell = tell
         self._held = HeldTensors(optimizer)
-        self._known: dict[Tensor, tuple[LentTensor, Tensor]] = {}
-        """What was lent ever in place of parameters, and its memory."""
+        self._known: dict[Tensor, tuple[LentTensor, Tensor | None]] = {}
+        """What was lent ever in place of parameters, and its memory; None if it is theirs."""
         self._lent: dict[Tensor, LentTensor] = {}
         self._own_values: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         """What this rank has of the values and gradients that were lent."""
@@ -133,13 +133,25 @@ class GatheredStep:
         with DisableTorchFunctionSubclass():
             members = [p for group in self._optimizer.param_groups for p in group["params"]]
             self._lent = {p: self._lent_for(p) for p in members if self._is_lent(p)}
-            own = [p for p in members if p in self._rows and p not in self._lent]
-            self._stepped_on_whole = [self._rows[p] for p in own]
+            whole = [p for p in members if p in self._rows and not self._is_apart(p)]
+            self._stepped_on_whole = [self._rows[p] for p in whole]
             self._filled = False
-            self._held.exchange({id(p): lent for p, lent in self._lent.items()})
+            self._put_in({id(p): lent for p, lent in self._lent.items()})
+
+    def _put_in(self, lent: Mapping[int, Tensor]) -> None:
+        """Put lent tensors in the place of parameters, which are given by their ``id``."""
+        self._held.exchange(lent)
+
+    def _take_out(self, parameters: Mapping[int, Tensor]) -> None:
+        """Undo `_put_in`; the tensors are given by their ``id``."""
+        self._held.exchange(parameters)
 
     def _is_lent(self, parameter: Tensor) -> bool:
-        """Whether the optimizer cannot step on the parameter itself."""
+        """Whether the optimizer gets another tensor in the place of a parameter."""
+        return self._is_apart(parameter)
+
+    def _is_apart(self, parameter: Tensor) -> bool:
+        """Whether a parameter itself is not the whole tensor on which to step."""
         if isinstance(parameter, DTensor):
             return True
         spec = self._specs.get(parameter)
@@ -151,17 +163,30 @@ class GatheredStep:
 
     def _lent_for(self, parameter: Tensor) -> LentTensor:
         known = self._known.get(parameter)
-        values = self._own(parameter)
+        values = self._own(parameter) if self._is_apart(parameter) else parameter.detach()
         if known is None or known[0].dtype != values.dtype or known[0].device != values.device:
-            memory = values.new_empty(self._specs[parameter].full_shape)
-            lent = LentTensor(memory, parameter.requires_grad)
-            lent._step = self
-            self._known[parameter] = known = lent, memory
-            memory.untyped_storage().resize_(0)
+            known = self._known[parameter] = self._made_for(parameter, values)
         lent, memory = known
+        lent.data = values if memory is None else memory
         lent.__class__ = LentTensor
         lent.requires_grad_(parameter.requires_grad)
         return lent
+
+    def _made_for(self, parameter: Tensor, values: Tensor) -> tuple[LentTensor, Tensor | None]:
+        """Make what is lent in the place of a parameter, and memory if it is another's."""
+        memory = None
+        if self._is_apart(parameter):
+            memory = values.new_empty(self._specs[parameter].full_shape)
+        lent = LentTensor(values if memory is None else memory, parameter.requires_grad)
+        lent._step = self
+        if memory is not None:
+            memory.untyped_storage().resize_(0)
+        return lent, memory
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether the optimizer has looked at what it was lent."""
+        return self._filled
 
     def fill(self) -> None:
         """Give all lent tensors values and gradients; collective."""
@@ -177,20 +202,26 @@ class GatheredStep:
                 self._fill(members)
 
     def _fill(self, members: list[Tensor]) -> None:
-        specs = [self._specs[p] for p in members]
         owned = [self._own(p) for p in members]
-        values = _gathered(owned, specs)
+        self._fill_values(members, owned)
         found = [self._own_gradient(p, own) for p, own in zip(members, owned, strict=True)]
         self._own_values |= dict(zip(members, zip(owned, found, strict=True), strict=True))
         there = [(p, g) for p, g in zip(members, found, strict=True) if g is not None]
         gradients = _gathered([g for _, g in there], [self._specs[p] for p, _ in there])
-        for p, value in zip(members, values, strict=True):
+        for (p, own), gradient in zip(there, gradients, strict=True):
+            apart = gradient is own and self._known[p][1] is not None
+            self._lent[p].grad = gradient.clone() if apart else gradient
+
+    def _fill_values(self, members: list[Tensor], owned: list[Tensor]) -> None:
+        apart = [
+            (p, own) for p, own in zip(members, owned, strict=True) if self._known[p][1] is not None
+        ]
+        values = _gathered([own for _, own in apart], [self._specs[p] for p, _ in apart])
+        for (p, _), value in zip(apart, values, strict=True):
             lent, memory = self._known[p]
+            assert memory is not None
             memory.untyped_storage().resize_(memory.numel() * memory.itemsize)
             lent.data = memory.copy_(value)
-            lent.grad = None
-        for (p, own), gradient in zip(there, gradients, strict=True):
-            self._lent[p].grad = gradient.clone() if gradient is own else gradient
 
     def _write(self) -> None:
         """Keep this rank's part of what the optimizer has made of the tensors."""
@@ -199,7 +230,8 @@ class GatheredStep:
                 rows.refresh()  # the parameter may have other memory
             for p, lent in self._lent.items() if self._filled else ():
                 values, gradient = self._own_values[p]
-                values.copy_(self._part(p, lent))
+                if self._known[p][1] is not None or not _shares_memory(lent, p):
+                    values.copy_(self._part(p, lent))
                 if gradient is not None and lent.grad is not None:
                     gradient.copy_(self._part(p, lent.grad))
                 elif gradient is not None:
@@ -222,14 +254,15 @@ class GatheredStep:
         with DisableTorchFunctionSubclass():
             lent, self._lent, self._own_values = self._lent, {}, {}
             self._filled = False
-            self._held.exchange({id(tensor): p for p, tensor in lent.items()})
+            self._take_out({id(tensor): p for p, tensor in lent.items()})
             if not lent:
                 return
             shared = {_address(tensor) for tensor in self._held.tensors()}
             for p, tensor in lent.items():
                 memory = self._known[p][1]
-                tensor.data, tensor.grad = memory, None
-                if _address(memory) not in shared:
+                tensor.grad = None
+                tensor.data = p.detach() if memory is None else memory
+                if memory is not None and _address(memory) not in shared:
                     memory.untyped_storage().resize_(0)
 
     def _own(self, parameter: Tensor) -> Tensor:
@@ -247,7 +280,7 @@ class GatheredStep:
 
 
 def _gathered(parts: list[Tensor], specs: list[ShardSpec]) -> list[Tensor]:
-    found = gather_whole(parts, specs)
+    found = gather_whole(parts, specs) if parts else []
     return [spec.in_canonical_order(value) for spec, value in zip(specs, found, strict=True)]
 
 

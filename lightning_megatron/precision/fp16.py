@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.precision.loss_scale import SMALLEST, LossScale
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.zero.data_parallel import ComputeTypes
@@ -119,6 +120,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         self.skipped = not finite
         asked = self._skip
         if asked or finite:
+            if not steps_on_shards(optimizer):
+                kwargs["closure"] = self._evaluated_once(optimizer, result)
             returned = self.step(optimizer, **kwargs)
             result = result if returned is None else returned
         if not asked:  # for a reason that says nothing about the scale
@@ -129,6 +132,23 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         }
         model.log_dict(values, on_step=True, on_epoch=False)
         return result
+
+    def _evaluated_once(self, optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+        """Closure that has run already, for an optimizer that runs it once, before all else."""
+        calls = 0
+
+        def closure() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 or self._gathered_step(optimizer).is_looked_at:
+                raise ConfigError(
+                    f"precision='16-mixed', optimizer={type(optimizer).__name__}: it runs the "
+                    "closure within a step, and the loss scale cannot change in between; nearest "
+                    "valid: precision='bf16-mixed'"
+                )
+            return result
+
+        return closure
 
     @property
     @override
