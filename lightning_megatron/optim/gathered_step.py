@@ -286,7 +286,7 @@ def _gathered(parts: list[Tensor], specs: list[ShardSpec]) -> list[Tensor]:
 
 def _address(tensor: Tensor) -> int:
     """Address of a tensor's memory, 0 if it has none."""
-    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()
 

@@ -6,7 +6,7 @@ tensors in the place of parameters in all of them, and back again. Attributes of
 and containers in them, are looked through; other objects are not.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,20 +61,21 @@ class HeldTensors:
         self._of: Mapping[int, Tensor] = {}
         self._seen: set[int] = set()
 
-    def exchange(self, of: Mapping[int, Tensor]) -> None:
+    def exchange(self, of: Mapping[int, Tensor], without: Iterable[int] = ()) -> None:
         """Put others in the place of tensors.
 
         Args:
             of: tensors by the ``id`` of those in whose place they come.
+            without: the ``id`` of containers into which it does not look.
         """
-        self._of, self._seen = of, set()
+        self._of, self._seen = of, set(without)
         self._look_through(vars(self._optimizer))
         self._of = {}
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors there are, parameters included."""
+    def tensors(self, without: Iterable[int] = ()) -> Iterator[Tensor]:
+        """All tensors there are, parameters included, but for those in some containers."""
         found: list[Tensor] = []
-        seen: set[int] = set()
+        seen = set(without)
         waiting: list[Any] = [vars(self._optimizer)]
         while waiting:
             value = waiting.pop()

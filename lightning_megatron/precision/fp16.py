@@ -140,7 +140,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         def closure() -> Any:
             nonlocal calls
             calls += 1
-            if calls > 1 or self._gathered_step(optimizer).is_looked_at:
+            gathered = self._gathered_step(optimizer)
+            if calls > 1 or (gathered is not None and gathered.is_looked_at):
                 raise ConfigError(
                     f"precision='16-mixed', optimizer={type(optimizer).__name__}: it runs the "
                     "closure within a step, and the loss scale cannot change in between; nearest "

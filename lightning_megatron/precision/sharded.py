@@ -17,13 +17,14 @@ and buffers. Nothing more is gathered or kept; the cost is ``4 P`` bytes for the
 the layer until it is done, and nothing where all formats agree.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
@@ -37,8 +38,10 @@ from lightning_megatron._torch.step_hooks import step_hooks
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.optim.gathered_step import GatheredStep
 from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards
+from lightning_megatron.optim.staged_step import StagedStep
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.forward_wrapper import BlockForward
+from lightning_megatron.whole.stage_weights import StageWeights
 from lightning_megatron.zero.data_parallel import ComputeTypes, ZeroDataParallel
 from lightning_megatron.zero.fully_sharded import FullySharded
 from lightning_megatron.zero.gradients import GradientSet
@@ -58,6 +61,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         overflowed: whether the gradients of the next step are not finite because of the loss scale;
             such a step is skipped anyway, and is no fault.
         left_out: number of steps so far that a callback asked to skip.
+        stages: weights of all stages, as hooks see them; None without a pipeline.
     """
 
     skipped = False
@@ -65,9 +69,14 @@ class ShardedPrecision(PrecisionAroundClosure):
     left_out = 0
     _skip = False
     gradients: GradientSet | None = None
+    stages: StageWeights | None = None
     _data: ZeroDataParallel | None = None
     _sharded_steps: dict[Optimizer, ShardedStep]
     _gathered_steps: dict[Optimizer, GatheredStep]
+    _alone: set[Optimizer]
+    """Optimizers that treat parameters one by one."""
+    _told: set[Optimizer]
+    """Optimizers of which the user was told that they do not."""
     _gathered: GatheredStep | None = None
     """Step that runs now, and whose closure may be called."""
 
@@ -125,18 +134,41 @@ class ShardedPrecision(PrecisionAroundClosure):
         **kwargs: Any,
     ) -> Any:
         """Let an optimizer run the closure, as often as it wants."""
-        if self._gradients().lends_nothing(optimizer):
-            with DisableTorchFunctionSubclass():
-                result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        else:
-            self._gathered = gathered = self._gathered_step(optimizer)
-            try:
-                with gathered.lent(), self._around(optimizer):
-                    result = super().optimizer_step(optimizer, model, closure, **kwargs)
-            finally:
-                self._gathered = None
+        with self._whole_tensors(optimizer):
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self._tell(optimizer)
         return result
+
+    @contextmanager
+    def _whole_tensors(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context of a step on whole tensors, of all stages where the optimizer unites them."""
+        gathered, stages = self._gathered_step(optimizer), self.stages
+        if gathered is None:
+            with DisableTorchFunctionSubclass():
+                yield
+            return
+        self._gathered = gathered
+        own = stages is not None and not isinstance(gathered, StagedStep)
+        try:
+            with stages.within_stage() if stages is not None and own else nullcontext():
+                with gathered.lent(), self._around(optimizer):
+                    yield
+        finally:
+            self._gathered = None
+        if isinstance(gathered, StagedStep):
+            self._look_at(optimizer, gathered)
+
+    def _look_at(self, optimizer: Optimizer, staged: StagedStep) -> None:
+        """Let an optimizer step on its own stage, if it is seen to treat parameters one by one."""
+        if staged.is_alone:
+            self._alone.add(optimizer)
+            del self._gathered_steps[optimizer]
+        elif staged.unites and optimizer not in self._told:
+            self._told.add(optimizer)
+            rank_zero_warn(
+                f"optimizer={type(optimizer).__name__}: its step takes values of several pipeline "
+                f"stages together ({staged.unites}), which are sent to all ranks in each step"
+            )
 
     @override
     def before_update(self) -> None:
@@ -147,8 +179,13 @@ class ShardedPrecision(PrecisionAroundClosure):
     @override
     def around_closure(self) -> AbstractContextManager[None]:
         """Context of the user's code that an optimizer's step calls."""
-        found: AbstractContextManager[None] = EnableTorchFunction()
-        return found if self._gathered is None else self._gathered.given_back()
+        found = ExitStack()
+        if self._gathered is not None:
+            found.enter_context(self._gathered.given_back())
+        if self.stages is not None:
+            found.enter_context(self.stages.as_in_hooks())
+        found.enter_context(EnableTorchFunction())
+        return found
 
     @override
     def loss_of_closure(self, loss: Any) -> Any:
@@ -234,7 +271,7 @@ class ShardedPrecision(PrecisionAroundClosure):
             ):
                 result = optimizer.step(**kwargs)
         else:
-            with self._gathered_step(optimizer).lent(), self._around(optimizer):
+            with self._whole_tensors(optimizer):
                 result = optimizer.step(**kwargs)
         self._tell(optimizer)
         return result
@@ -247,12 +284,19 @@ class ShardedPrecision(PrecisionAroundClosure):
             self._sharded_steps[optimizer] = found
         return found
 
-    def _gathered_step(self, optimizer: Optimizer) -> GatheredStep:
+    def _gathered_step(self, optimizer: Optimizer) -> GatheredStep | None:
+        """What lends whole tensors to an optimizer; None if it steps on its own, as they are."""
         found = self._gathered_steps.get(optimizer)
-        if found is None:
-            gradients = self._gradients()
-            found = GatheredStep(optimizer, gradients.shard_specs, gradients.lends, self._tell)
-            self._gathered_steps[optimizer] = found
+        gradients = self._gradients()
+        alone = self.stages is None or optimizer in self._alone
+        if found is not None or (alone and gradients.lends_nothing(optimizer)):
+            return found
+        specs, lends = gradients.shard_specs, gradients.lends
+        if self.stages is None or alone:
+            found = GatheredStep(optimizer, specs, lends, self._tell)
+        else:
+            found = StagedStep(optimizer, self.stages, specs, lends, self._tell)
+        self._gathered_steps[optimizer] = found
         return found
 
     def _tell(self, optimizer: Optimizer) -> None:
@@ -288,6 +332,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         """Clip these gradients from now on, and drop what was prepared for earlier ones."""
         self.gradients = gradients
         self._sharded_steps, self._gathered_steps = {}, {}
+        self._alone, self._told = set(), set()
 
     def _gradients(self) -> GradientSet:
         if self.gradients is None:

@@ -54,7 +54,7 @@ class WeightWatch:
         """Let weights know what they are from now on; collective under a pipeline."""
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
         if trunk is not None and self._run.topology.pp.size > 1:
-            self._stages = self._show_stages(gradients, trunk)
+            self._stages = self._run.precision.stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places)
         self._divided = DividedGradients(gradients.hidden)
@@ -69,6 +69,7 @@ class WeightWatch:
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
+        self._run.precision.stages = None
         for optimizer in self._run.optimizers if self._parts is not None else ():
             vars(optimizer).pop("zero_grad", None)
         if stages is not None:

@@ -152,7 +152,7 @@ class DAdapt(Optimizer):
                 state["sum"].add_(p.grad, alpha=group["d"])
                 under += state["sum"].abs().sum().item()
         for group in self.param_groups:
-            group["d"] = max(group["d"], 2 * over / under)
+            group["d"] = max(group["d"], 20 * over / under)
             for p in group["params"]:
                 if p.grad is not None:
                     p.data.add_(p.grad, alpha=-group["lr"] * group["d"])
