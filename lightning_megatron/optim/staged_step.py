@@ -100,7 +100,8 @@ class WatchedWeights(LentWeights):
 
     @override
     def _gradients(self) -> dict[str, torch.dtype | None]:
-        return {name: gradient_format(p) for name, p in self.own.items()}
+        with DisableTorchFunctionSubclass():
+            return {name: gradient_format(p) for name, p in self.own.items()}
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ class StagedStep(GatheredStep):
         """Watch the tensors, too, that the optimizer keeps outside of groups and state."""
         groups = [id(group) for group in self._groups()]
         for number, x in enumerate(self._held.tensors([*without, *groups])):
-            if x.dim() and id(x) not in of and not isinstance(x, StageTensor | LentTensor):
+            if x.dim() and x.numel() and id(x) not in of and not isinstance(x, StageTensor | LentTensor):
                 of[id(x)] = self._copies[id(x)] = self._tensor(x, -1 - number)
 
     def _replace(self, values: dict[str, Any], name: str, other: Any) -> None:

@@ -299,3 +299,21 @@ HOOKS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (HookBeforeStep, HookBeforeStepByHand, HookAfterStep, HooksOfTrust)
 }
+
+
+def stages_of(kind: Any, items: int) -> Any:
+    class Cut(kind):
+        def make_net(self) -> Any:
+            net = super().make_net()
+            from lightning_megatron import PipelineSequential
+            mods = dict(net.named_children())
+            if items == 4:
+                mods.pop("norm")
+            else:
+                mods["more"] = nn.Tanh(); mods = {k: mods[k] for k in ("up","act","down","more","norm","head")}
+            return PipelineSequential(**mods)
+    return Cut
+for _n, _k in list(globals().items()):
+    if isinstance(_k, type) and issubclass(_k, Stranger) and _k is not Stranger:
+        for _i in (4, 6):
+            _c = globals()[f"{_n}{_i}"] = stages_of(_k, _i); _c.__qualname__ = _c.__name__ = f"{_n}{_i}"
