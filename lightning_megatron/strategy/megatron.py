@@ -496,13 +496,14 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        try:
-            super().setup_optimizers(trainer)
-        except ValueError as error:
-            if self.topology.pp.size == 1 or "empty parameter list" not in str(error):
-                raise
-            with stand_ins(self):
+        with self.weight_watch.making_optimizers():
+            try:
                 super().setup_optimizers(trainer)
+            except ValueError as error:
+                if self.topology.pp.size == 1 or "empty parameter list" not in str(error):
+                    raise
+                with stand_ins(self):
+                    super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends

@@ -159,6 +159,24 @@ class DAdapt(Optimizer):
         return loss
 
 
+class Distance(Optimizer):
+    """Keeps where all weights began, and takes its rate from how far they have come (DoG)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.first = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        every = [p for g in self.param_groups for p in g["params"]]
+        far = torch.stack([(p - q).norm() for p, q in zip(every, self.first, strict=True)]).norm()
+        for p in every:
+            if p.grad is not None:
+                p.add_(p.grad * -(far + 0.1))
+        return loss
+
+
 class LooksAhead(Stranger):
     def configure_optimizers(self) -> Any:
         return Lookahead(torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9))
@@ -209,6 +227,11 @@ class NormOfAll(Stranger):
 class Adapts(Stranger):
     def configure_optimizers(self) -> Any:
         return DAdapt(self.parameters())
+
+
+class Strays(Stranger):
+    def configure_optimizers(self) -> Any:
+        return Distance(self.parameters())
 
 
 class SearchesLine(Stranger):
