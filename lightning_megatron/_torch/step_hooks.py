@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.optim import Optimizer, optimizer as of_torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
 
 
 class StepHooks:
@@ -33,7 +34,7 @@ class StepHooks:
                 continue
             if not (isinstance(found, tuple) and len(found) == 2):
                 raise RuntimeError(
-                    f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {found}."
+                    f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {found}"
                 )
             args, kwargs = found
         return {**kwargs, **({"closure": args[1]} if len(args) > 1 else {})}
@@ -47,7 +48,7 @@ class StepHooks:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Context in which a step calls none of them."""
-        every = (of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks)
+        every: Any = (of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks)
         of_all = [dict(hooks) for hooks in every]
         held = vars(self._optimizer)
         own = {name: held[name] for name in (_BEFORE, _AFTER) if name in held}

@@ -412,6 +412,8 @@ def _allocate(
         value = torch.zeros_like(like, dtype=dtype)
         return value, replace(chunk, tensor=local_tensor(value), aliases=())
     # Optimizers keep the step count on the host unless the whole step runs on the device.
-    on_device = str(key).rpartition(":")[2] != "step" or group.get("capturable") or group.get("fused")
+    on_device = (
+        str(key).rpartition(":")[2] != "step" or group.get("capturable") or group.get("fused")
+    )
     value = torch.zeros(entry.shape, dtype=dtype, device=device if on_device else "cpu")
     return value, whole(value)

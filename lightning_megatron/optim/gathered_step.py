@@ -60,7 +60,7 @@ class LentTensor(nn.Parameter):
 
     handles_split_tensors = True
     handles_weights = True
-    _step: "GatheredStep"
+    lender: "GatheredStep"
 
     @classmethod
     @override
@@ -70,7 +70,7 @@ class LentTensor(nn.Parameter):
         kwargs = kwargs or {}
         if func is not Tensor.__hash__:
             found = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, LentTensor))
-            found._step.fill()
+            found.lender.fill()
             return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -178,7 +178,7 @@ class GatheredStep:
         if self._is_apart(parameter):
             memory = values.new_empty(self._specs[parameter].full_shape)
         lent = LentTensor(values if memory is None else memory, parameter.requires_grad)
-        lent._step = self
+        lent.lender = self
         if memory is not None:
             memory.untyped_storage().resize_(0)
         return lent, memory
@@ -196,7 +196,7 @@ class GatheredStep:
         with torch.no_grad(), DisableTorchFunctionSubclass():
             by_format: dict[Any, list[Tensor]] = {}
             for p, lent in self._lent.items():
-                lent.__class__ = nn.Parameter
+                lent.__class__ = nn.Parameter  # type: ignore[assignment]
                 by_format.setdefault((lent.dtype, lent.device), []).append(p)
             for members in by_format.values():
                 self._fill(members)

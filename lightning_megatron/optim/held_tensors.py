@@ -1,15 +1,14 @@
 """Tensors that an optimizer holds: in its groups, its state, lists of its own, optimizers inside.
 
-An optimizer may hold another one (Lookahead, SAM), with groups that both share or with own ones, and
-lists of parameters that it made when it was made (``LBFGS._params``). `HeldTensors` puts other
-tensors in the place of parameters in all of them, and back again. Attributes of optimizers,
-and containers in them, are looked through; other objects are not.
+An optimizer may hold another one (Lookahead, SAM), with groups that both share or with own ones,
+and lists of parameters that were made with it (``LBFGS._params``). `HeldTensors` puts other tensors
+in the place of parameters in all of them, and back again. Attributes of optimizers, and containers
+in them, are looked through; other objects are not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,10 +16,9 @@ from torch.optim import Optimizer
 def optimizers_in(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer under an empty name, and those inside it by their attributes.
 
-    >>> class Around(torch.optim.SGD):
-    ...     pass
+    >>> import torch
     >>> p = [torch.zeros(1)]
-    >>> outer = Around(p)
+    >>> outer = torch.optim.SGD(p)
     >>> outer.base = torch.optim.Adam(p)
     >>> list(optimizers_in(outer))
     ['', 'base']
@@ -32,7 +30,9 @@ def optimizers_in(optimizer: Any) -> dict[str, Any]:
         for name, value in vars(holder).items():
             inner = value if isinstance(value, list | tuple) else [value]
             for number, each in enumerate(inner):
-                if isinstance(each, Optimizer) and all(each is not known for known in found.values()):
+                if isinstance(each, Optimizer) and all(
+                    each is not known for known in found.values()
+                ):
                     place = f"{name}{number}" if each is not value else name
                     key = f"{path}:{place}" if path else place
                     found[key] = each
@@ -47,6 +47,14 @@ def states_in(optimizer: Any) -> dict[str, Any]:
         if all(each.state is not known for known in found.values()):
             found[path] = each.state
     return found
+
+
+def keeps_others(optimizer: Any) -> bool:
+    """Whether an optimizer holds tensors besides its groups and its state."""
+    inside = optimizers_in(optimizer).values()
+    without = [id(each.state) for each in inside]
+    others = HeldTensors(optimizer).tensors([*without, *map(id, optimizer.param_groups)])
+    return next(others, None) is not None
 
 
 class HeldTensors:

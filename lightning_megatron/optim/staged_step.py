@@ -86,10 +86,11 @@ class WatchedWeights(LentWeights):
 
     @override
     def _each(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, *, share: bool) -> Any:
-        owners = {self.owner_of(x) for x in tree_flatten((args, kwargs))[0]} - {None}
-        free = {owner for owner in owners if owner is not None and owner < 0}
-        if len(owners - free) == 1:
-            self._belongs |= dict.fromkeys(free, *(owners - free))
+        found = (self.owner_of(x) for x in tree_flatten((args, kwargs))[0])
+        owners = {owner for owner in found if owner is not None}
+        bound = [owner for owner in owners if owner >= 0]
+        if len(bound) == 1:
+            self._belongs |= dict.fromkeys(owners - {*bound}, bound[0])
         return super()._each(func, args, kwargs, share=share)
 
     @override
@@ -188,7 +189,9 @@ class StagedStep(GatheredStep):
         optimizers = optimizers_in(self._optimizer).values()
         groups = [group for each in optimizers for group in each.param_groups]
         for values in (*groups, *map(vars, optimizers)):
-            numbers = {k: v for k, v in values.items() if isinstance(v, StageTensor) and not v.dim()}
+            numbers = {
+                k: v for k, v in values.items() if isinstance(v, StageTensor) and not v.dim()
+            }
             values.update(zip(numbers, self._weights.shared([*numbers.values()], "+"), strict=True))
 
     def _judge(self) -> None:
@@ -273,7 +276,9 @@ class StagedStep(GatheredStep):
             self._replace(values, name, [self._lent_of(p, of) for p in every])
         for path, optimizer in optimizers.items():
             if "zero_grad" in vars(optimizer):  # takes the parameters of this rank alone
-                self._replace(vars(optimizer), "zero_grad", type(optimizer).zero_grad.__get__(optimizer))
+                self._replace(
+                    vars(optimizer), "zero_grad", type(optimizer).zero_grad.__get__(optimizer)
+                )
             self._replace_state(path, optimizer, of)
         without = [id(s) for _, *both in self._states for s in both]
         if self._watched:
@@ -286,7 +291,12 @@ class StagedStep(GatheredStep):
         """Watch the tensors, too, that the optimizer keeps outside of groups and state."""
         groups = [id(group) for group in self._groups()]
         for number, x in enumerate(self._held.tensors([*without, *groups])):
-            if x.dim() and x.numel() and id(x) not in of and not isinstance(x, StageTensor | LentTensor):
+            if (
+                x.dim()
+                and x.numel()
+                and id(x) not in of
+                and not isinstance(x, StageTensor | LentTensor)
+            ):
                 of[id(x)] = self._copies[id(x)] = self._tensor(x, -1 - number)
 
     def _replace(self, values: dict[str, Any], name: str, other: Any) -> None:
@@ -423,7 +433,10 @@ class StagedStep(GatheredStep):
             for (path, name), values in theirs.items():
                 if name not in own:
                     owner = self._weights.known(name).owner
-                    made = {k: tree_map(lambda v, o=owner: self._made(v, o), d) for k, d in values.items()}
+                    made = {
+                        k: tree_map(lambda v, o=owner: self._made(v, o), d)
+                        for k, d in values.items()
+                    }
                     self._others.setdefault((path, name), made)
 
     def _made(self, described: Any, owner: int) -> Any:

@@ -20,7 +20,7 @@ from lightning_megatron.zero.data_parallel import ComputeTypes
 from lightning_megatron.zero.gradients import GradientSet
 
 
-class Fp16Precision(ShardedPrecision, MixedPrecision):
+class Fp16Precision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
     """Plugin of ``16-mixed``: float16 products with a loss scale on which all ranks agree.
 
     ``Trainer(precision="16-mixed")`` makes one with the defaults; on CPUs Lightning makes it

@@ -136,7 +136,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         """Let an optimizer run the closure, as often as it wants."""
         with self._whole_tensors(optimizer):
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        self._tell(optimizer)
+        self.tell(optimizer)
         return result
 
     @contextmanager
@@ -148,11 +148,11 @@ class ShardedPrecision(PrecisionAroundClosure):
                 yield
             return
         self._gathered = gathered
-        own = stages is not None and not isinstance(gathered, StagedStep)
+        staged = isinstance(gathered, StagedStep)
         try:
-            with stages.within_stage() if stages is not None and own else nullcontext():
-                with gathered.lent(), self._around(optimizer):
-                    yield
+            within = nullcontext() if stages is None or staged else stages.within_stage()
+            with within, gathered.lent(), self._around(optimizer):
+                yield
         finally:
             self._gathered = None
         if isinstance(gathered, StagedStep):
@@ -179,13 +179,13 @@ class ShardedPrecision(PrecisionAroundClosure):
     @override
     def around_closure(self) -> AbstractContextManager[None]:
         """Context of the user's code that an optimizer's step calls."""
-        found = ExitStack()
+        found: Any = ExitStack()
         if self._gathered is not None:
             found.enter_context(self._gathered.given_back())
         if self.stages is not None:
             found.enter_context(self.stages.as_in_hooks())
         found.enter_context(EnableTorchFunction())
-        return found
+        return found  # type: ignore[no-any-return]
 
     @override
     def loss_of_closure(self, loss: Any) -> Any:
@@ -273,7 +273,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         else:
             with self._whole_tensors(optimizer):
                 result = optimizer.step(**kwargs)
-        self._tell(optimizer)
+        self.tell(optimizer)
         return result
 
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
@@ -293,13 +293,13 @@ class ShardedPrecision(PrecisionAroundClosure):
             return found
         specs, lends = gradients.shard_specs, gradients.lends
         if self.stages is None or alone:
-            found = GatheredStep(optimizer, specs, lends, self._tell)
+            found = GatheredStep(optimizer, specs, lends, self.tell)
         else:
-            found = StagedStep(optimizer, self.stages, specs, lends, self._tell)
+            found = StagedStep(optimizer, self.stages, specs, lends, self.tell)
         self._gathered_steps[optimizer] = found
         return found
 
-    def _tell(self, optimizer: Optimizer) -> None:
+    def tell(self, optimizer: Optimizer) -> None:
         """Tell other ranks what a step has made of this rank's part; collective."""
         if self._data is not None:
             self._data.after_step(optimizer)

@@ -74,7 +74,9 @@ class Sam(Optimizer):
         self.param_groups = self.inner.param_groups
 
     def _norm(self) -> Tensor:
-        norms = [p.grad.norm(p=2) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norms = [
+            p.grad.norm(p=2) for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
         return torch.norm(torch.stack(norms), p=2)
 
     @torch.no_grad()
@@ -315,9 +317,7 @@ AROUND: dict[str, Callable[[], nn.Module]] = {
 CLOSURES: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind for kind in (SharpnessAware, SharpnessByHand, SearchesLine, QuasiNewton)
 }
-ACROSS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (NormOfAll, Adapts)
-}
+ACROSS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in (NormOfAll, Adapts)}
 HOOKS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (HookBeforeStep, HookBeforeStepByHand, HookAfterStep, HooksOfTrust)
@@ -329,14 +329,20 @@ def stages_of(kind: Any, items: int) -> Any:
         def make_net(self) -> Any:
             net = super().make_net()
             from lightning_megatron import PipelineSequential
+
             mods = dict(net.named_children())
             if items == 4:
                 mods.pop("norm")
             else:
-                mods["more"] = nn.Tanh(); mods = {k: mods[k] for k in ("up","act","down","more","norm","head")}
+                mods["more"] = nn.Tanh()
+                mods = {k: mods[k] for k in ("up", "act", "down", "more", "norm", "head")}
             return PipelineSequential(**mods)
+
     return Cut
+
+
 for _n, _k in list(globals().items()):
     if isinstance(_k, type) and issubclass(_k, Stranger) and _k is not Stranger:
         for _i in (4, 6):
-            _c = globals()[f"{_n}{_i}"] = stages_of(_k, _i); _c.__qualname__ = _c.__name__ = f"{_n}{_i}"
+            _c = globals()[f"{_n}{_i}"] = stages_of(_k, _i)
+            _c.__qualname__ = _c.__name__ = f"{_n}{_i}"
