@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.parity.strangers import Stranger, Trust
+from lightning_megatron import PipelineSequential
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tests.parity.strangers import CLASSES, Stranger, Trust
 
 
 class Lookahead(Optimizer):
@@ -194,11 +196,6 @@ class CopiesAtFirst(Stranger):
         return SlowCopies(torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9))
 
 
-class LooksAheadOfTrust(Stranger):
-    def configure_optimizers(self) -> Any:
-        return Lookahead(Trust(self.parameters()))
-
-
 class SharpnessAware(Stranger):
     def configure_optimizers(self) -> Any:
         return Sam(self.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -226,6 +223,37 @@ class NormOfAll(Stranger):
         return GlobalNorm(self.parameters())
 
 
+class NormOfShort(NormOfAll):
+    """One weight on the last stage of two."""
+
+    def make_net(self) -> PipelineSequential:
+        return PipelineSequential(
+            up=ColumnParallelLinear(6, 8),
+            act=nn.Tanh(),
+            down=RowParallelLinear(8, 6),
+            head=nn.Linear(6, CLASSES),
+        )
+
+
+class NormOfLong(NormOfAll):
+    """A stage without weights."""
+
+    def make_net(self) -> PipelineSequential:
+        return PipelineSequential(
+            up=ColumnParallelLinear(6, 8),
+            act=nn.Tanh(),
+            down=RowParallelLinear(8, 6),
+            more=nn.Tanh(),
+            norm=nn.LayerNorm(6),
+            head=nn.Linear(6, CLASSES),
+        )
+
+
+class CopiesOfLong(NormOfLong):
+    def configure_optimizers(self) -> Any:
+        return SlowCopies(torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9))
+
+
 class Adapts(Stranger):
     def configure_optimizers(self) -> Any:
         return DAdapt(self.parameters())
@@ -241,11 +269,6 @@ class SearchesLine(Stranger):
         return torch.optim.LBFGS(
             self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"
         )
-
-
-class QuasiNewton(Stranger):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 def _normalise(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -311,38 +334,15 @@ class HooksOfTrust(HookAfterStep):
         self.note(sum(p.numel() for group in optimizer.param_groups for p in group["params"]))
 
 
-AROUND: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (LooksAhead, LooksAheadTwice, CopiesAtFirst, LooksAheadOfTrust)
-}
-CLOSURES: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (SharpnessAware, SharpnessByHand, SearchesLine, QuasiNewton)
-}
-ACROSS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in (NormOfAll, Adapts)}
-HOOKS: dict[str, Callable[[], nn.Module]] = {
+OPTIMIZERS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
-    for kind in (HookBeforeStep, HookBeforeStepByHand, HookAfterStep, HooksOfTrust)
+    for kind in (
+        *(LooksAhead, LooksAheadTwice, CopiesAtFirst, Strays),
+        *(SharpnessAware, SharpnessByHand, SearchesLine),
+        *(NormOfAll, Adapts),
+        *(HookBeforeStep, HookBeforeStepByHand, HookAfterStep, HooksOfTrust),
+    )
 }
-
-
-def stages_of(kind: Any, items: int) -> Any:
-    class Cut(kind):
-        def make_net(self) -> Any:
-            net = super().make_net()
-            from lightning_megatron import PipelineSequential
-
-            mods = dict(net.named_children())
-            if items == 4:
-                mods.pop("norm")
-            else:
-                mods["more"] = nn.Tanh()
-                mods = {k: mods[k] for k in ("up", "act", "down", "more", "norm", "head")}
-            return PipelineSequential(**mods)
-
-    return Cut
-
-
-for _n, _k in list(globals().items()):
-    if isinstance(_k, type) and issubclass(_k, Stranger) and _k is not Stranger:
-        for _i in (4, 6):
-            _c = globals()[f"{_n}{_i}"] = stages_of(_k, _i)
-            _c.__qualname__ = _c.__name__ = f"{_n}{_i}"
+STAGES: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind for kind in (NormOfShort, NormOfLong, CopiesOfLong)
+}
