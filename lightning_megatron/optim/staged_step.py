@@ -37,6 +37,7 @@ from lightning_megatron.optim.held_tensors import optimizers_in
 from lightning_megatron.optim.shard_spec import ShardSpec
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.whole.divided_gradient import gradient_format
+from lightning_megatron.whole.stage_functions import writes
 from lightning_megatron.whole.stage_weights import StageTensor, StageWeights
 from lightning_megatron.whole.torch_functions import Args, Kwargs
 
@@ -52,19 +53,29 @@ class LentWeights(StageWeights):
 
     Attributes:
         asked: function that values were sent to all ranks for, last; empty for none.
+        filled: the same of one that wrote into a tensor of everybody's.
     """
 
     shares_numbers = False
+    _fills = False
 
     def __init__(self, stages: StageWeights) -> None:
         known = [stages.known(name) for name in stages.names]
         super().__init__(stages.topology, stages.own, known)
         self.sees_all = True
-        self.asked = ""
+        self.asked = self.filled = ""
+
+    @override
+    def _each(self, func: Callable[..., Any], args: Args, kwargs: Kwargs, *, share: bool) -> Any:
+        changed: Any = args[0] if args and writes(func) else None
+        self._fills = isinstance(changed, Tensor) and self.owner_of(changed) is None
+        return super()._each(func, args, kwargs, share=share)
 
     @override
     def shared(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        if tensors:
+        if tensors and self._fills:
+            self.filled = what
+        elif tensors:
             self.asked = what
         return super().shared(tensors, what)
 
@@ -168,12 +179,12 @@ class StagedStep(GatheredStep):
     @property
     def is_alone(self) -> bool:
         """Whether the optimizer is known to treat parameters one by one."""
-        return self._steps >= FIRST and not self._weights.asked
+        return self._steps >= FIRST and not self.unites
 
     @property
     def unites(self) -> str:
         """What asked for values of several parameters; empty if nothing has."""
-        return self._weights.asked
+        return self._weights.asked or self._weights.filled
 
     @contextmanager
     @override
@@ -183,6 +194,8 @@ class StagedStep(GatheredStep):
             self._settle()
             self._judge()
         self._steps += 1
+        if self._steps < FIRST:  # state that begins with numbers of no parameter belongs to one now
+            self._weights.filled = ""
 
     def _settle(self) -> None:
         """Send numbers to all ranks that the step has left in options or attributes."""
@@ -363,17 +376,19 @@ class StagedStep(GatheredStep):
         def tensor(value: Any) -> Any:
             return self._tensor(value, owner) if _has_dims(value) else value
 
+        known = {key for key, value in left.items() if values.get(key) is value}
+        known -= {key for key in known if _has_dims(seen[key]) and seen[key] is left[key]}
         found = {
-            key: seen[key] if key in left and left[key] is value else tree_map(tensor, value)
+            key: seen[key] if key in known else tree_map(tensor, value)
             for key, value in values.items()
         }
         seen.clear()
         seen.update(found)
         return seen
 
-    def _tensor(self, own: Tensor, owner: int) -> StageTensor:
+    def _tensor(self, own: Tensor, owner: int, *, is_here: bool = True) -> StageTensor:
         twin = torch.empty(own.shape, dtype=own.dtype, device="meta")
-        return self._weights.tensor(own, twin, owner, device=own.device)
+        return self._weights.tensor(own if is_here else None, twin, owner, device=own.device)
 
     def _leave_state(self, path: str, between: Any, during: Any, of: Mapping[int, Tensor]) -> None:
         """Leave the state of own parameters to the optimizer, and keep that of others."""
@@ -403,6 +418,10 @@ class StagedStep(GatheredStep):
             self._ask_for_state()
         during = {path: values for path, _, values in self._states}
         for (path, name), values in self._others.items():
+            owner = self._weights.known(name).owner
+            for key, value in values.items():
+                if _has_dims(value) and not isinstance(value, StageTensor):
+                    values[key] = self._tensor(value, owner, is_here=False)
             if path in during:
                 during[path][self._staged_for(name, None, 0)] = values
 

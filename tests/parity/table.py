@@ -215,7 +215,7 @@ enter(
     },
     SharpnessAware={"also": ("zero 1",)},
     SharpnessByHand=_OWN_STEPS,
-    SearchesLine={"also": ("zero 0",)},
+    SearchesLine={"also": ("zero 0",), "trainer": {"max_epochs": 1}},
     HookBeforeStepByHand={**_OWN_STEPS, "also": ("zero 1",)},
     HooksOfTrust={"thorough": True},
 )

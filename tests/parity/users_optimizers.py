@@ -267,7 +267,7 @@ class Strays(Stranger):
 class SearchesLine(Stranger):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(
-            self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"
+            self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe"
         )
 
 
