@@ -20,6 +20,7 @@ the layer until it is done, and nothing where all formats agree.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class ShardedPrecision(PrecisionAroundClosure):
     _skip = False
     gradients: GradientSet | None = None
     stages: StageWeights | None = None
-    _data: ZeroDataParallel | None = None
+    _data: "ref[ZeroDataParallel] | None" = None
     _sharded_steps: dict[Optimizer, ShardedStep]
     _gathered_steps: dict[Optimizer, GatheredStep]
     _alone: set[Optimizer]
@@ -244,7 +245,7 @@ class ShardedPrecision(PrecisionAroundClosure):
 
     def prepare(self, parallel: ParallelModule) -> None:
         """Prepare the layers of a module that is on its layout; called before it runs."""
-        self._data = parallel.data
+        self._data = ref(parallel.data)  # a layout that the module leaves is to be gone
         for layer in parallel.module.modules():
             if getattr(layer, GEMM_BACKEND, None) is not None:  # of an earlier Trainer's plugin
                 set_gemm_backend(layer, None)
@@ -301,8 +302,9 @@ class ShardedPrecision(PrecisionAroundClosure):
 
     def tell(self, optimizer: Optimizer) -> None:
         """Tell other ranks what a step has made of this rank's part; collective."""
-        if self._data is not None:
-            self._data.after_step(optimizer)
+        data = None if self._data is None else self._data()
+        if data is not None:
+            data.after_step(optimizer)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context of an optimizer's step, entered once the optimizer holds local tensors."""
