@@ -84,7 +84,11 @@ class PrecisionAroundClosure(Precision):
         with self.around_closure():
             result = super()._wrap_closure(model, optimizer, closure)
         self.before_update()
-        return result
+        return self.loss_of_closure(result)
+
+    def loss_of_closure(self, loss: Any) -> Any:
+        """Return what the optimizer is to see of the result of a closure."""
+        return loss
 
     def before_update(self) -> None:
         """Called after the closure, before the optimizer has changed anything."""

@@ -4,13 +4,14 @@
 another layout. Here every state tensor belongs to a named parameter. A tensor of the parameter's
 shape (like momentum) is sharded as the parameter is; a small one (``step``) is stored whole.
 Options (learning rate, betas, ...) are stored with the names of their parameters, united over all
-pipeline stages, and found again by those names under any layout.
+pipeline stages, and found again by those names under any layout. State of an optimizer inside
+another one is stored beside that one's, with the attribute before its key: ``base:momentum``.
 
 Restoring creates the state of this rank's parameters from the checkpoint alone, as optimizers
 create theirs only in the first step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.checkpoint.chunks import Chunk, local_tensor, whole
 from lightning_megatron.checkpoint.directory.manifest import TensorEntry
 from lightning_megatron.errors import ConfigError, summary
+from lightning_megatron.optim.held_tensors import states_in
 from lightning_megatron.optim.quantized_state import QuantizedStateOptimizer
 from lightning_megatron.optim.sharded_step import steps_on_shards
+from lightning_megatron.whole.splits import place_of, split_of
 
 # Implementation of a step: chosen by the current run, which may be on another device.
 _OWN_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -93,11 +97,12 @@ def capture_optimizer(
     tensors: dict[str, Chunk] = {}
     values: dict[str, dict[str, Any]] = {}
     problems = []
-    for parameter, state in optimizer.state.items():
+    for path, parameter, state in _entries(optimizer):
         name = _name_of(parameter, names, optimizer)
         if isinstance(optimizer, QuantizedStateOptimizer):
             state = optimizer.dequantized_state(state)
-        for key, value in state.items():
+        for own_key, value in state.items():
+            key = f"{path}:{own_key}" if path else own_key
             if not isinstance(value, Tensor):
                 values.setdefault(name, {})[key] = value
             elif (chunk := _state_chunk(key, value, chunks[name], optimizer)) is None or "." in str(
@@ -123,6 +128,13 @@ def capture_optimizer(
     ]
     kind = type(optimizer).__name__
     return OptimizerSnapshot(tensors=tensors, values=values, groups=groups, kind=kind)
+
+
+def _entries(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Any]]:
+    """State of parameters in an optimizer and in those inside it, with the paths of these."""
+    for path, states in states_in(optimizer).items():
+        for parameter, state in states.items():
+            yield path, parameter, state
 
 
 def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
@@ -232,14 +244,21 @@ class OptimizerRestore:
 
     def apply(self) -> None:
         """Put the state and the options into the optimizer."""
-        self._optimizer.state.clear()
+        states = states_in(self._optimizer)
+        for own in states.values():
+            own.clear()
         for parameter, state in self._state.items():
+            for key in [key for key in state if str(key).rpartition(":")[0] in states]:
+                path, _, own_key = str(key).rpartition(":")
+                if path:
+                    states[path].setdefault(parameter, {})[own_key] = state.pop(key)
             if isinstance(self._optimizer, QuantizedStateOptimizer):
                 local = {
                     key: local_tensor(v) if isinstance(v, Tensor) else v for key, v in state.items()
                 }
                 state = self._optimizer.requantized_state(local, self._held_in[parameter])
-            self._optimizer.state[parameter] = state
+            if state or len(states) == 1:
+                self._optimizer.state[parameter] = state
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
                 if key in _OWN_OPTIONS or key in _BOOKKEEPING:
@@ -272,19 +291,20 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimize
 
 def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
     """Return the chunk of one state tensor; None if its shape depends on the layout."""
-    local = local_tensor(value)
+    is_part = place_of(value) is not None or split_of(value) is not None
+    with DisableTorchFunctionSubclass():  # whose shape is that of this rank's part
+        local = local_tensor(value)
+        local = local.as_subclass(Tensor) if is_part else local
     if (reduced := _without(key, parameter, optimizer)) is not None:
         return replace(reduced, tensor=local) if tuple(local.shape) == reduced.sizes else None
-    if steps_on_shards(optimizer) or parameter.is_whole:
+    if steps_on_shards(optimizer) or parameter.is_whole or is_part:
         if tuple(local.shape) == parameter.sizes:
             return replace(parameter, tensor=local, aliases=())
         return whole(local) if local.numel() == 1 or parameter.is_whole else None
     # It is lent whole tensors, on every rank; a shard of one row may look like a sum over rows.
     if tuple(local.shape) == parameter.full_shape:
         return replace(parameter, tensor=parameter.cut(local), aliases=())
-    if local.numel() == 1 or set(local.shape) <= {1, *parameter.full_shape}:
-        return whole(local)
-    return None
+    return whole(local)
 
 
 def _without(key: str, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
@@ -392,6 +412,8 @@ def _allocate(
         value = torch.zeros_like(like, dtype=dtype)
         return value, replace(chunk, tensor=local_tensor(value), aliases=())
     # Optimizers keep the step count on the host unless the whole step runs on the device.
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    on_device = (
+        str(key).rpartition(":")[2] != "step" or group.get("capturable") or group.get("fused")
+    )
     value = torch.zeros(entry.shape, dtype=dtype, device=device if on_device else "cpu")
     return value, whole(value)

@@ -71,6 +71,10 @@ class RowShard(Protocol):
         """Give that tensor its gradient."""
         ...
 
+    def forget_gradient(self) -> None:
+        """Forget the parameter's gradient, as ``.grad = None`` does."""
+        ...
+
 
 class ShardedStep:
     """Gives one optimizer shards in place of its parameters, for each step.

@@ -13,13 +13,14 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.precision.loss_scale import SMALLEST, LossScale
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.zero.data_parallel import ComputeTypes
 from lightning_megatron.zero.gradients import GradientSet
 
 
-class Fp16Precision(ShardedPrecision, MixedPrecision):
+class Fp16Precision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
     """Plugin of ``16-mixed``: float16 products with a loss scale on which all ranks agree.
 
     ``Trainer(precision="16-mixed")`` makes one with the defaults; on CPUs Lightning makes it
@@ -95,7 +96,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         return self._finite[optimizer]
 
     @override
-    def optimizer_step(  # type: ignore[override]
+    def closure_and_step(
         self,
         optimizer: Optimizer,
         model: LightningModule,
@@ -129,6 +130,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         self.skipped = not finite
         asked = self._skip
         if asked or finite:
+            if not steps_on_shards(optimizer):
+                kwargs["closure"] = self._evaluated_once(optimizer, result)
             returned = self.step(optimizer, **kwargs)
             result = result if returned is None else returned
         if not asked:  # for a reason that says nothing about the scale
@@ -139,6 +142,24 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         }
         model.log_dict(values, on_step=True, on_epoch=False)
         return result
+
+    def _evaluated_once(self, optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+        """Closure that has run already, for an optimizer that runs it once, before all else."""
+        calls = 0
+
+        def closure() -> Any:
+            nonlocal calls
+            calls += 1
+            gathered = self._gathered_step(optimizer)
+            if calls > 1 or (gathered is not None and gathered.is_looked_at):
+                raise ConfigError(
+                    f"precision='16-mixed', optimizer={type(optimizer).__name__}: it runs the "
+                    "closure within a step, and the loss scale cannot change in between; nearest "
+                    "valid: precision='bf16-mixed'"
+                )
+            return result
+
+        return closure
 
     @property
     @override

@@ -387,6 +387,11 @@ class Fp8Precision(MixedShardedPrecision):
         return result
 
     @override
+    def tell(self, optimizer: Optimizer) -> None:
+        self.forget_weights()  # values are gathered with the scales of the new ones
+        super().tell(optimizer)
+
+    @override
     def forget_weights(self) -> None:
         if self._scales is not None:
             self._scales.forget()

@@ -17,12 +17,15 @@ and buffers. Nothing more is gathered or kept; the cost is ``4 P`` bytes for the
 the layer until it is done, and nothing where all formats agree.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
@@ -32,12 +35,15 @@ from typing_extensions import override
 from lightning_megatron._lightning.hooks import PrecisionAroundClosure
 from lightning_megatron._torch.fsdp import gather_through, gathers_through
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, EnableTorchFunction
+from lightning_megatron._torch.step_hooks import step_hooks
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
-from lightning_megatron.optim.gathered_step import GatheredStep, steps_on_whole
+from lightning_megatron.optim.gathered_step import GatheredStep
 from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards
+from lightning_megatron.optim.staged_step import StagedStep
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.forward_wrapper import BlockForward
-from lightning_megatron.zero.data_parallel import ComputeTypes
+from lightning_megatron.whole.stage_weights import StageWeights
+from lightning_megatron.zero.data_parallel import ComputeTypes, ZeroDataParallel
 from lightning_megatron.zero.fully_sharded import FullySharded
 from lightning_megatron.zero.gradients import GradientSet
 from lightning_megatron.zero.whole_parameters import WholeParameters
@@ -56,6 +62,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         overflowed: whether the gradients of the next step are not finite because of the loss scale;
             such a step is skipped anyway, and is no fault.
         left_out: number of steps so far that a callback asked to skip.
+        stages: weights of all stages, as hooks see them; None without a pipeline.
     """
 
     skipped = False
@@ -63,7 +70,16 @@ class ShardedPrecision(PrecisionAroundClosure):
     left_out = 0
     _skip = False
     gradients: GradientSet | None = None
-    _local_steps: dict[Optimizer, ShardedStep | GatheredStep] | None = None
+    stages: StageWeights | None = None
+    _data: "ref[ZeroDataParallel] | None" = None
+    _sharded_steps: dict[Optimizer, ShardedStep]
+    _gathered_steps: dict[Optimizer, GatheredStep]
+    _alone: set[Optimizer]
+    """Optimizers that treat parameters one by one."""
+    _told: set[Optimizer]
+    """Optimizers of which the user was told that they do not."""
+    _gathered: GatheredStep | None = None
+    """Step that runs now, and whose closure may be called."""
 
     @property
     def types(self) -> ComputeTypes:
@@ -78,19 +94,82 @@ class ShardedPrecision(PrecisionAroundClosure):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, then step on the shards that this rank owns."""
+        """Run the closure, then step on the shards that this rank owns.
+
+        Hooks of the optimizer see the module's parameters, before the closure and after the step.
+        """
         self.skipped = False
-        if not steps_on_shards(optimizer) and self._gradients().lends_nothing(optimizer):
-            # All is here; this one may call the closure as often as it wants.
+        hooks = step_hooks(optimizer)
+        if hooks is None:
+            return self.closure_and_step(optimizer, model, closure, **kwargs)
+        given = hooks.before({"closure": closure, **kwargs})
+        with hooks.aside():
+            result = self.closure_and_step(optimizer, model, **given)
+        if not self.skipped:
+            hooks.after(given)
+        return result
+
+    def closure_and_step(
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure and step, or let the step of the optimizer run it."""
+        if not steps_on_shards(optimizer):
             try:
-                with DisableTorchFunctionSubclass():
-                    return super().optimizer_step(optimizer, model, closure, **kwargs)
+                return self._step_with_closure(optimizer, model, closure, **kwargs)
             except _LeftOut:
                 return None
         result = closure()
         self.finish_closure(model, optimizer)
         returned = self.step(optimizer, **kwargs)
         return result if returned is None else returned
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Let an optimizer run the closure, as often as it wants."""
+        with self._whole_tensors(optimizer):
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        self.tell(optimizer)
+        return result
+
+    @contextmanager
+    def _whole_tensors(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context of a step on whole tensors, of all stages where the optimizer unites them."""
+        gathered, stages = self._gathered_step(optimizer), self.stages
+        if gathered is None:
+            with DisableTorchFunctionSubclass():
+                yield
+            return
+        self._gathered = gathered
+        staged = isinstance(gathered, StagedStep)
+        try:
+            within = nullcontext() if stages is None or staged else stages.within_stage()
+            with within, gathered.lent(), self._around(optimizer):
+                yield
+        finally:
+            self._gathered = None
+        if isinstance(gathered, StagedStep):
+            self._look_at(optimizer, gathered)
+
+    def _look_at(self, optimizer: Optimizer, staged: StagedStep) -> None:
+        """Let an optimizer step on its own stage, if it is seen to treat parameters one by one."""
+        if staged.is_alone:
+            self._alone.add(optimizer)
+            del self._gathered_steps[optimizer]
+        elif staged.unites and optimizer not in self._told:
+            self._told.add(optimizer)
+            rank_zero_warn(
+                f"optimizer={type(optimizer).__name__}: its step takes values of several pipeline "
+                f"stages together ({staged.unites}), which are sent to all ranks in each step"
+            )
 
     @override
     def before_update(self) -> None:
@@ -102,8 +181,23 @@ class ShardedPrecision(PrecisionAroundClosure):
     @override
     def around_closure(self) -> AbstractContextManager[None]:
         """Context of the user's code that an optimizer's step calls."""
-        found: AbstractContextManager[None] = EnableTorchFunction()
-        return found
+        found: Any = ExitStack()
+        if self._gathered is not None:
+            found.enter_context(self._gathered.given_back())
+        if self.stages is not None:
+            found.enter_context(self.stages.as_in_hooks())
+        found.enter_context(EnableTorchFunction())
+        return found  # type: ignore[no-any-return]
+
+    @override
+    def loss_of_closure(self, loss: Any) -> Any:
+        """Mean over the ranks that saw other samples, on which an optimizer may decide."""
+        axis = self._gradients().topology.loss
+        if not isinstance(loss, Tensor) or axis.group is None:
+            return loss
+        mean = loss.detach() / axis.size
+        dist.all_reduce(mean, group=axis.group)
+        return mean
 
     def skip_step(self) -> None:
         """Skip the next step; called on all ranks or on none."""
@@ -152,6 +246,7 @@ class ShardedPrecision(PrecisionAroundClosure):
 
     def prepare(self, parallel: ParallelModule) -> None:
         """Prepare the layers of a module that is on its layout; called before it runs."""
+        self._data = ref(parallel.data)  # a layout that the module leaves is to be gone
         for layer in parallel.module.modules():
             if getattr(layer, GEMM_BACKEND, None) is not None:  # of an earlier Trainer's plugin
                 set_gemm_backend(layer, None)
@@ -171,15 +266,47 @@ class ShardedPrecision(PrecisionAroundClosure):
         if self._leave_out():
             return None
         self._gradients().settle()
-        if self._local_steps is None:
-            self._local_steps = {}
-        specs = self._gradients().shard_specs
-        if optimizer not in self._local_steps:
-            kind = GatheredStep if steps_on_whole(optimizer, specs) else ShardedStep
-            self._local_steps[optimizer] = kind(optimizer, specs, self._gradients().lends)
-        swapped = self._local_steps[optimizer].tensors_swapped()
-        with DisableTorchFunctionSubclass(), swapped, self._around(optimizer):
-            return optimizer.step(**kwargs)
+        if steps_on_shards(optimizer):
+            with (
+                DisableTorchFunctionSubclass(),
+                self._sharded_step(optimizer).tensors_swapped(),
+                self._around(optimizer),
+            ):
+                result = optimizer.step(**kwargs)
+        else:
+            with self._whole_tensors(optimizer):
+                result = optimizer.step(**kwargs)
+        self.tell(optimizer)
+        return result
+
+    def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
+        found = self._sharded_steps.get(optimizer)
+        if found is None:
+            gradients = self._gradients()
+            found = ShardedStep(optimizer, gradients.shard_specs, gradients.lends)
+            self._sharded_steps[optimizer] = found
+        return found
+
+    def _gathered_step(self, optimizer: Optimizer) -> GatheredStep | None:
+        """What lends whole tensors to an optimizer; None if it steps on its own, as they are."""
+        found = self._gathered_steps.get(optimizer)
+        gradients = self._gradients()
+        alone = self.stages is None or optimizer in self._alone
+        if found is not None or (alone and gradients.lends_nothing(optimizer)):
+            return found
+        specs, lends = gradients.shard_specs, gradients.lends
+        if self.stages is None or alone:
+            found = GatheredStep(optimizer, specs, lends, self.tell)
+        else:
+            found = StagedStep(optimizer, self.stages, specs, lends, self.tell)
+        self._gathered_steps[optimizer] = found
+        return found
+
+    def tell(self, optimizer: Optimizer) -> None:
+        """Tell other ranks what a step has made of this rank's part; collective."""
+        data = None if self._data is None else self._data()
+        if data is not None:
+            data.after_step(optimizer)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context of an optimizer's step, entered once the optimizer holds local tensors."""
@@ -208,7 +335,8 @@ class ShardedPrecision(PrecisionAroundClosure):
     def use(self, gradients: GradientSet) -> None:
         """Clip these gradients from now on, and drop what was prepared for earlier ones."""
         self.gradients = gradients
-        self._local_steps = None
+        self._sharded_steps, self._gathered_steps = {}, {}
+        self._alone, self._told = set(), set()
 
     def _gradients(self) -> GradientSet:
         if self.gradients is None:

@@ -51,6 +51,16 @@ class GroupWeights(list[Any]):
         list.__setitem__(self, slice(None), [p for p in every if not isinstance(p, Placeholder)])
 
     @property
+    def of_all_stages(self) -> list[Any] | None:
+        """Parameters of the group on all stages; None if this rank does not know them."""
+        return list.copy(self) if self._is_known else None
+
+    @property
+    def of_own_stage(self) -> list[Any]:
+        """Those on which this rank steps."""
+        return list(self._own)
+
+    @property
     def _is_shown(self) -> bool:
         """Whether code of the user's looks in a hook."""
         if not (self._stages.in_hooks and asks_classes()):

@@ -502,13 +502,14 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        try:
-            super().setup_optimizers(trainer)
-        except ValueError as error:
-            if self.topology.pp.size == 1 or "empty parameter list" not in str(error):
-                raise
-            with stand_ins(self):
+        with self.weight_watch.making_optimizers():
+            try:
                 super().setup_optimizers(trainer)
+            except ValueError as error:
+                if self.topology.pp.size == 1 or "empty parameter list" not in str(error):
+                    raise
+                with stand_ins(self):
+                    super().setup_optimizers(trainer)
         self.optimizer_parameters.know()
         for optimizer in self.optimizers:
             warning = check_optimizer(
@@ -658,8 +659,6 @@ class MegatronStrategy(LaunchingStrategy):
         with self.data.scaled_rates(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         taken = self.recovery.end_update()
-        if taken:
-            self.parallel.data.after_step(optimizer)
         self.steps.router_bias.after_step(optimizer, taken=taken)
         self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result

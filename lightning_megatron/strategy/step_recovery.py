@@ -45,6 +45,7 @@ from torch import Tensor
 from lightning_megatron._lightning.results import initial_states, training_sums
 from lightning_megatron.checkpoint.chunks import local_tensor
 from lightning_megatron.layers.experts.router import RouterStatistics
+from lightning_megatron.optim.held_tensors import states_in
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.whole.memory import own_weights, parts_of_weights
@@ -273,7 +274,7 @@ class _Copy:
     options: list[list[dict[str, Any]]]
     """Options of the parameter groups of each optimizer."""
     others: list[dict[Tensor, dict[str, Any]]]
-    """Values in the state of each optimizer that are no tensors, by parameter."""
+    """Values in each state that are no tensors, by parameter."""
     tensors: dict[Any, Tensor] = field(default_factory=dict)
 
 
@@ -350,9 +351,9 @@ class Rollback:
             others=[
                 {
                     p: {k: deepcopy(v) for k, v in values.items() if not isinstance(v, Tensor)}
-                    for p, values in optimizer.state.items()
+                    for p, values in state.items()
                 }
-                for optimizer in run.optimizers
+                for state in self._states()
             ],
         )
         spare, self._spare = self._spare, {}
@@ -366,12 +367,12 @@ class Rollback:
     def _restore(self, copy: _Copy) -> None:
         run = self._run
         run.parallel.data.come_to_rest()
-        for optimizer, others in zip(run.optimizers, copy.others, strict=True):
-            for parameter in list(optimizer.state):
+        for state, others in zip(self._states(), copy.others, strict=True):
+            for parameter in list(state):
                 if parameter in others:
-                    optimizer.state[parameter].update(deepcopy(others[parameter]))
+                    state[parameter].update(deepcopy(others[parameter]))
                 else:  # it had not been stepped on yet
-                    del optimizer.state[parameter]
+                    del state[parameter]
         with torch.no_grad():
             for key, tensor in self._tensors():
                 tensor.copy_(copy.tensors[key])
@@ -401,6 +402,11 @@ class Rollback:
         trained = [id(p) for p in self._run.module.parameters() if p.requires_grad]
         return id(self._run.parallel), trained
 
+    def _states(self) -> list[Any]:
+        """State of each optimizer and of those inside it."""
+        found = (states_in(optimizer).values() for optimizer in self._run.optimizers)
+        return [state for of_one in found for state in of_one]
+
     def _tensors(self) -> Iterator[tuple[Any, Tensor]]:
         """All that is copied, by keys that stay: what this rank holds of it."""
         module = self._run.module
@@ -408,8 +414,8 @@ class Rollback:
             if role.parameter.requires_grad:
                 yield role.name, role.values
         yield from ((name, local_tensor(buffer)) for name, buffer in module.named_buffers())
-        for index, optimizer in enumerate(self._run.optimizers):
-            for parameter, values in optimizer.state.items():
+        for index, state in enumerate(self._states()):
+            for parameter, values in state.items():
                 for key, value in _tensors_of(values):
                     yield (index, parameter, key), local_tensor(value)
 

@@ -15,6 +15,8 @@ from lightning_megatron._torch.graphs import WRAPPER_NAMES
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.optim.held_tensors import HeldTensors
+from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.strategy.group_weights import GroupWeights, StageState
 from lightning_megatron.strategy.optimizer_parameters import optimizers_of_users
 from lightning_megatron.strategy.run import Run
@@ -22,14 +24,14 @@ from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.divided_gradient import DividedGradients
 from lightning_megatron.whole.memory import on_memory
 from lightning_megatron.whole.places import Place
-from lightning_megatron.whole.splits import place_of
+from lightning_megatron.whole.splits import place_of, split_of, whole
 from lightning_megatron.whole.stage_weights import (
     StageBuffer,
     StageTensor,
     StageWeight,
     StageWeights,
 )
-from lightning_megatron.whole.weights import WeightParts
+from lightning_megatron.whole.weights import WeightParts, unmark, whole_weight
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
 from lightning_megatron.zero.gradients_by_hand import GradientsByHand
 from lightning_megatron.zero.late_hooks import LateHooks
@@ -60,7 +62,7 @@ class WeightWatch:
         """Let weights know what they are from now on; collective under a pipeline."""
         gradients, trunk = self._run.parallel.gradients, self._run.parallel.trunk
         if trunk is not None and self._run.topology.pp.size > 1:
-            self._stages = self._show_stages(gradients, trunk)
+            self._stages = self._run.precision.stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places)
         if gradients.spread or self._run.steps.interleaves:
@@ -76,9 +78,22 @@ class WeightWatch:
                 clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
 
+    @contextmanager
+    def making_optimizers(self) -> Iterator[None]:
+        """Context in which optimizers are made of weights that know the whole."""
+        places = weight_places(self._run.parallel.gradients)
+        parts = WeightParts([(weight, place) for weight, place in places if place.is_cut])
+        try:
+            yield
+        finally:
+            parts.end()
+        for optimizer in self._run.optimizers:
+            _settle_copies(optimizer)
+
     def stop(self) -> None:
         """Undo `begin`."""
         stages, self._stages = self._stages, None
+        self._run.precision.stages = None
         for optimizer in optimizers_of_users(self._run) if self._parts is not None else ():
             vars(optimizer).pop("zero_grad", None)
         if stages is not None:
@@ -304,6 +319,17 @@ def _of_all_stages(
     inside = [stages.weight(name) for name in stages.names if name in names]
     at = next((at for at, p in enumerate(own) if stages.owner_of(p) is not None), len(own))
     return [*own[:at], *inside, *(p for p in own[at:] if stages.owner_of(p) is None)]
+
+
+def _settle_copies(optimizer: Optimizer) -> None:
+    """Make what an optimizer has computed of parts as large as what it will step on; collective."""
+    held = HeldTensors(optimizer)
+    parts = [x for x in held.tensors() if place_of(x) is not None or split_of(x) is not None]
+    if steps_on_shards(optimizer):
+        for x in parts:
+            unmark(x)
+    else:
+        held.exchange({id(x): whole(whole_weight(x)).detach() for x in parts})
 
 
 def _clearing(

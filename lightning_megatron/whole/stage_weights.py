@@ -142,6 +142,8 @@ class StageTensor(Tensor):
     weight_name: str
     origin: int
     is_buffer = False
+    is_lent = False
+    """Whether an optimizer has it in the place of a weight."""
 
     @classmethod
     @override
@@ -194,7 +196,11 @@ class StageWeights:
     Attributes:
         sees_all: whether code of the user's that runs now is that of a hook.
         alive: whether the run goes on.
+        shares_numbers: whether a number of a stage is sent to all ranks at once, and not only when
+            one of several stages follows from it, or Python reads it.
     """
+
+    shares_numbers = True
 
     def __init__(
         self,
@@ -249,6 +255,11 @@ class StageWeights:
         """Return shape, format and owner of a weight."""
         return self._known[name]
 
+    @property
+    def own(self) -> Mapping[str, nn.Parameter]:
+        """This rank's weights within the trunk by canonical name."""
+        return self._own
+
     # Where code runs ------------------------------------------------------------------------------
 
     @property
@@ -260,6 +271,15 @@ class StageWeights:
     def within_stage(self) -> Iterator[None]:
         """Context in which this rank's weights are plain, and others' are refused."""
         before, self.sees_all = self.sees_all, False
+        try:
+            yield
+        finally:
+            self.sees_all = before
+
+    @contextmanager
+    def as_in_hooks(self) -> Iterator[None]:
+        """Context in which code of the user's sees the weights of all stages, in a run."""
+        before, self.sees_all = self.sees_all, self.alive
         try:
             yield
         finally:
@@ -332,7 +352,7 @@ class StageWeights:
                 "torch.autograd.grad of weights of pipeline stages, in a hook: the loss is of one "
                 f"stage; {_REMEDY}"
             )
-        return self._each(func, args, kwargs, share=True)
+        return self._each(func, args, kwargs, share=self.shares_numbers)
 
     def _refuse(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         leaves = tree_flatten((args, kwargs))[0]
@@ -370,6 +390,8 @@ class StageWeights:
             )
         if name.endswith("_"):
             return None
+        if not self.shares_numbers:
+            return found
         numbers = [x for x in found if isinstance(x, StageTensor) and not x.twin.dim()]
         shared = iter(self.shared(numbers, name))
         is_number = {id(x) for x in numbers}
@@ -626,7 +648,7 @@ class StageWeights:
             dtype = self._gradients()[str(name)] if self._is_weight(x, name) else None
             if dtype is None:
                 return None
-            twin = twin.to(dtype)
+            twin = twin if isinstance(x, StageTensor) and x.is_lent else twin.to(dtype)
         found = None
         if inner is not None:
             with self.within_stage(), EnableTorchFunction():
@@ -657,7 +679,9 @@ class StageWeights:
                 func(inner, *map(_value, values))
 
     def _is_weight(self, x: Tensor, name: Any) -> bool:
-        """Whether a tensor is a weight of the run, and no copy of one."""
+        """Whether a tensor is a weight of the run, or lent in its place, and no copy of one."""
+        if isinstance(x, StageTensor) and x.is_lent:
+            return True
         return name in self._known and self.weight(name) is x
 
     def _gradients(self) -> dict[str, torch.dtype | None]:

@@ -166,14 +166,14 @@ class WeightParts:
         with DisableTorchFunctionSubclass():
             for weight, _ in self._parts:
                 for tensor in (weight, weight.grad):
-                    _unmark(tensor, is_weight=tensor is weight)
+                    if tensor is not None:
+                        unmark(tensor, is_weight=tensor is weight)
         self._parts = []
         _PIPELINE.runs = False
 
 
-def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:
-    if tensor is None:
-        return
+def unmark(tensor: Tensor, *, is_weight: bool = False) -> None:
+    """Let a part be no more than what this rank holds."""
     plain = nn.Parameter if is_weight else Tensor
     tensor.__class__ = DTensor if isinstance(tensor, DTensor) else plain
     for name in ("_place", "_split"):

@@ -423,6 +423,10 @@ class HostShard:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         self._values.grad = None if local is None else local.to("cpu", self._values.dtype)
 
+    def forget_gradient(self) -> None:
+        """Forget the shard's gradient."""
+        self._parameter.grad = None
+
     def write_back(self) -> None:
         """Bring the copy's values to the shard."""
         if self._values is not None:

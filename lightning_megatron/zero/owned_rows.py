@@ -279,6 +279,10 @@ class OwnedRows:
             gradient = gradient.to(values.dtype)
         values.grad = gradient
 
+    def forget_gradient(self) -> None:
+        """Forget the gradient, of the rows and of the parameter."""
+        self.gradient = self.parameter.grad = None
+
     def write_back(self) -> None:
         """Write rows that are a copy into the parameter; other ranks' rows are not touched."""
         if self.is_copy and self._values is not None:

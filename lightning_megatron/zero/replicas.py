@@ -31,6 +31,7 @@ from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.memory import own_weights
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole, local
 
+
 @own_weights
 def shared_weights(gradients: GradientSet) -> list[SharedTensor]:
     """Parameters of this rank that other ranks hold, too."""

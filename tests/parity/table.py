@@ -30,6 +30,7 @@ from tests.parity import (
     plain_modules,
     split_logits,
     strangers,
+    users_optimizers,
 )
 from tests.parity.prove import Entry, Layout
 
@@ -209,6 +210,34 @@ enter(
     trunk={"kinds": (*_TRUNK, "partition"), "also": ("stage without weights", "1f1b zero 3")},
     dicts={"also": ("gpipe", "1f1b zero 0")},
     keywords={"also": ("1f1b", "1f1b tp")},
+)
+
+
+# Optimizers of users: around others, across all parameters, with closures and hooks. In the first
+# two steps a pipeline finds out what an optimizer does.
+_STEPS: dict[str, Any] = {"trainer": {"max_epochs": 2}}
+_OWN_STEPS: dict[str, Any] = {"kinds": ("data parallel", "tp"), **_STEPS}
+"""Manual optimization, which a pipeline refuses."""
+enter(
+    "optimizers",
+    users_optimizers.OPTIMIZERS,
+    partial(Entry, kinds=("data parallel", "tp", "pp", "together"), **_STEPS),
+    LooksAhead={"also": ("zero 1",)},
+    Strays={
+        "also": ("zero 3",),
+        "refused": dict.fromkeys(("pp", "together"), r"optimizer=Distance, pp=2: .* \(stack\)"),
+    },
+    SharpnessAware={"also": ("zero 1",)},
+    SharpnessByHand=_OWN_STEPS,
+    SearchesLine={"also": ("zero 0",), "trainer": {"max_epochs": 1}},
+    HookBeforeStepByHand={**_OWN_STEPS, "also": ("zero 1",)},
+    HooksOfTrust={"thorough": True},
+)
+enter(
+    "optimizers",
+    users_optimizers.STAGES,
+    partial(Entry, kinds=("partition",), thorough=True, **_STEPS),
+    NormOfShort={"kinds": ("one weight",)},
 )
 
 

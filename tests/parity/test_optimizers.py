@@ -22,7 +22,7 @@ from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.checkpoint.test_experts import Mixture
-from tests.parity import reference
+from tests.parity import prove, reference, users_optimizers
 from tests.parity.jobs import Outcome, ParityModule, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.reference import Architecture, Data
 
@@ -331,3 +331,39 @@ def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def part_of_run(
+    kind: type[L.LightningModule], options: dict[str, Any] | str, save: str, load: str | None
+) -> dict[str, Tensor]:
+    """Train one epoch and save, or go on for another."""
+    L.seed_everything(5, verbose=False)
+    module = kind().double()
+    strategy = options if isinstance(options, str) else MegatronStrategy(**options)
+    trainer = prove.quiet_trainer(strategy, max_epochs=2 if load or not save else 1)
+    trainer.fit(module, ckpt_path=load)
+    if save:
+        trainer.save_checkpoint(save)
+    return gather(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        (users_optimizers.LooksAhead, {"zero": 1}, {"pp": 2, "num_microbatches": 1}),
+        (users_optimizers.SharpnessByHand, {"tp": 2}, {"zero": 3}),
+        pytest.param(
+            users_optimizers.NormOfAll,
+            *({"pp": 2, "num_microbatches": 1}, {"pp": 2, "num_microbatches": 1}),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_state_inside_of_optimizers_goes_on_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, kind: Any, first: Any, then: Any
+) -> None:
+    [alone] = pool.run(1, part_of_run, kind, "auto", "", None)
+    pool.run(2, part_of_run, kind, first, str(tmp_path / "half"), None)
+    for found in pool.run(2, part_of_run, kind, then, "", str(tmp_path / "half")):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
