@@ -250,7 +250,16 @@ class Permuted(Sampled):
 
 class PermutedByOwn(Permuted):
     def sampler(self) -> Any:
-        return RandomSampler(range(8), generator=torch.Generator().manual_seed(3))
+        return RandomSampler(range(6), generator=torch.Generator().manual_seed(3))
+
+
+class PermutedByLoader(Permuted):
+    """The loader makes the sampler, with a generator of the user's."""
+
+    def train_dataloader(self) -> Any:
+        size = getattr(self.trainer.strategy, "data_parallel_size", 1)
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(Numbered(), batch_size=4 // size, shuffle=True, generator=generator)
 
 
 class Subset(Permuted):
@@ -301,7 +310,7 @@ class ClipsItems(Stranger):
     """Clips each item of a network by itself."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for item in self.net:
+        for item in self.net.children():
             clip_grad_norm_(item.parameters(), 0.05)
 
 
@@ -309,9 +318,13 @@ class HooksAccumulated(Stranger):
     """Notes and scales gradients as they arrive."""
 
     def on_fit_start(self) -> None:
-        self.seen: list[Any] = []
         for p in self.net.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1 / (1 + p.grad.norm())))
+            p.register_post_accumulate_grad_hook(self.scale)
+
+
+    def scale(self, p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(1 / (1 + p.grad.norm()))
 
 
 class GradientPenalty(Stranger):
@@ -431,7 +444,7 @@ class DrawsInside(Stranger):
     def __init__(self) -> None:
         super().__init__()
         self.net = PipelineSequential(
-            first=nn.Linear(6, 6), draws=Reparametrises(), act=nn.Tanh(), head=nn.Linear(6, CLASSES)
+            first=nn.Linear(6, 6), noise=Reparametrises(), act=nn.Tanh(), head=nn.Linear(6, CLASSES)
         )
 
 
