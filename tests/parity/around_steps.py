@@ -3,7 +3,6 @@
 Each habit is a module of its own; `notes` collects what it has found out on the way.
 """
 
-import copy
 from typing import Any
 
 import lightning as L
@@ -19,15 +18,12 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
 from lightning_megatron import PipelineSequential
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tests.parity.strangers import CLASSES, Stranger
-
 
 # Outputs of steps beside the loss -----------------------------------------------------------------
 
@@ -321,7 +317,6 @@ class HooksAccumulated(Stranger):
         for p in self.net.parameters():
             p.register_post_accumulate_grad_hook(self.scale)
 
-
     def scale(self, p: Tensor) -> None:
         assert p.grad is not None
         p.grad.mul_(1 / (1 + p.grad.norm()))
@@ -364,9 +359,7 @@ class Maml(Stranger):
             grads = torch.autograd.grad(
                 F.cross_entropy(out, label[None]), list(weights.values()), create_graph=True
             )
-            fast = {
-                k: w - 0.1 * g for (k, w), g in zip(weights.items(), grads, strict=True)
-            }
+            fast = {k: w - 0.1 * g for (k, w), g in zip(weights.items(), grads, strict=True)}
             out = torch.func.functional_call(self.net, fast, (one[None],))
             total = total + F.cross_entropy(out, label[None])
         return total / len(x)
