@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from lightning_megatron._torch.graphs import tree_flatten, tree_map
+from lightning_megatron._torch.graphs import tree_flatten, tree_map, tree_unflatten
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
@@ -105,6 +105,17 @@ class Executor(Protocol):
         """
         ...
 
+    def keep_for_repeat(self, keeps: Callable[[Any], bool] | None) -> None:
+        """Say of which outputs of the step the next batch keeps what `repeat` needs."""
+        ...
+
+    def repeat(self, step: Callable[[], Any]) -> Any:
+        """Call the step once more on all microbatches of the latest batch together.
+
+        On the last stage only, and once.
+        """
+        ...
+
 
 class NoPipeline(Executor):
     """Runs microbatches one after the other in a process that holds the whole network.
@@ -154,6 +165,15 @@ class NoPipeline(Executor):
             outputs.append(step(index, True))
         return outputs
 
+    @override
+    def keep_for_repeat(self, keeps: Callable[[Any], bool] | None) -> None:
+        pass  # the network runs again
+
+    @override
+    def repeat(self, step: Callable[[], Any]) -> Any:
+        self._begin_forward(0)
+        return step()
+
     def _begin_forward(self, index: int) -> None:
         if self._lengths is not None:
             self._lengths.forward(index)
@@ -173,6 +193,8 @@ class StageBoundary(BaseException):
 class _Port:
     """One passage of one microbatch through one stage of the trunk."""
 
+    has_run = False
+
     def __init__(
         self,
         position: int,
@@ -188,6 +210,7 @@ class _Port:
         self._last = last
         self._received = received
         self.calls = 0
+        self.output: Any = None
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.calls += 1
@@ -200,6 +223,7 @@ class _Port:
 
     def leave(self, output: Any) -> Any:
         if self._last:
+            self.output = output
             return output
         raise StageBoundary(whole(output))
 
@@ -210,6 +234,35 @@ class _Port:
             "in the code of validation_step, test_step or predict_step, or of a method that it "
             "calls, or in a hook, or pp=1"
         )
+
+
+class _Again(_Port):
+    """Passage of the whole batch through a stage that has run on its microbatches.
+
+    Args:
+        position: of the stage.
+        outputs: of the microbatches.
+    """
+
+    has_run = True
+
+    def __init__(self, position: int, outputs: Sequence[Any]) -> None:
+        super().__init__(position, nullcontext, first=True, last=True, received=None)
+        flat = [tree_flatten(output) for output in outputs]
+        joined = [_joined(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+        self.output = tree_unflatten(joined, flat[0][1])
+
+    def leave(self, output: Any) -> Any:
+        return self.output
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    """What a trunk returns for a batch, of what it returned for microbatches."""
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    if not column[0].ndim:
+        raise ValueError("the PipelineSequential returns a number for each microbatch")
+    return torch.cat(list(column))
 
 
 @dataclass
@@ -268,6 +321,8 @@ class Pipeline(Executor):
         self._defers = False
         self._sections = SectionClock() if sections is None else sections
         self.activation_bytes: dict[int, int] | None = None
+        self._keeps: Callable[[Any], bool] | None = None
+        self._kept: dict[int, Any] = {}
         self.use(make)
 
         @lru_cache(maxsize=16)
@@ -383,6 +438,21 @@ class Pipeline(Executor):
         self._clock = clock
         return outputs
 
+    @override
+    def keep_for_repeat(self, keeps: Callable[[Any], bool] | None) -> None:
+        self._keeps, self._kept = keeps, {}
+
+    @override
+    def repeat(self, step: Callable[[], Any]) -> Any:
+        kept, self._kept = self._kept, {}
+        position = self._position[self._final]
+        self._lengths.forward(0, position)
+        self._trunk.connect(_Again(position, [kept[index] for index in sorted(kept)]))
+        try:
+            return step()
+        finally:
+            self._trunk.connect(None)
+
     def _started(self) -> None:
         if self._clock is not None:
             self._clock.start()
@@ -426,6 +496,8 @@ class Pipeline(Executor):
                 "The step returned without calling the module's PipelineSequential; with pp>1 "
                 "every step must call it once, whatever the batch"
             )
+        if last and self._keeps is not None and self._keeps(output):
+            self._kept[action.microbatch] = detach(port.output)
         return output, received
 
     @contextmanager

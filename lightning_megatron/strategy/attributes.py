@@ -115,9 +115,9 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         device: of this process.
     """
     with weights_in_parts():  # without those of other stages
-        modules = dict(module.named_modules())
+        modules = {**dict(modules_beside_trunk(module)), **dict(module.named_modules())}
     before = {
-        (path, name): value.keep()
+        (path, name): (content, value.keep())
         for path, child in modules.items()
         for name, content in attributes_of(child)
         if (value := value_of(content, device)) is not None
@@ -128,10 +128,31 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for path, child in modules.items():
             for name, content in list(attributes_of(child)):
-                value, now = before.get((path, name)), value_of(content, device)
+                was, value = before.get((path, name), (None, None))
+                now = value_of(content, device)
                 if value is not None and (now is None or now.digest() != value.digest()):
-                    set_attribute(child, name, value.restored())
+                    set_attribute(child, name, _as_before(was, value.restored()))
         _restore(copies)
+
+
+def _as_before(holder: Any, restored: Any) -> Any:
+    """Return an object that others may know with what was in it, or else ``restored``."""
+    if type(holder) is not type(restored):
+        return restored
+    if isinstance(holder, list):
+        holder[:] = restored
+    elif isinstance(holder, dict | set):
+        holder.clear()
+        holder.update(restored)
+    elif isinstance(holder, deque):
+        holder.clear()
+        holder.extend(restored)
+    elif is_open(holder) and hasattr(holder, "__dict__"):
+        vars(holder).clear()
+        vars(holder).update(vars(restored))
+    else:
+        return restored
+    return holder
 
 
 @on_memory

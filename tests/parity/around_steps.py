@@ -100,6 +100,82 @@ class NotesLoss(Stranger):
         self.note(outputs)
 
 
+class CountsAndReturns(Stranger):
+    """Steps fill metrics, lists, objects and a buffer, and return a number to a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SumMetric()
+        self.meter = Meter()
+        self.seen: list[Tensor] = []
+        self.register_buffer("total", torch.zeros(()).double())
+        self.alias = self.seen
+        self.samples = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        self.log("sum", out.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.metric.update(y)
+        self.meter.metric.update(y)
+        self.seen.append(out.detach().sum(0))
+        self.total += y.sum()
+        self.samples += len(x)
+        return {"loss": F.cross_entropy(out, y), "right": (out.argmax(-1) == y).sum()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(outputs["right"])
+        self.notes += [float(self.total), self.samples]
+        self.note(torch.stack(self.alias).sum())
+
+    def on_train_epoch_end(self) -> None:
+        self.note(self.metric.compute())
+        self.note(self.meter.metric.compute())
+
+
+class CountsTokens(Stranger):
+    """A hook sees over how many tokens the loss is a sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y, ignore_index=0, reduction="sum")
+        return {"loss": loss, "num_tokens": (y != 0).sum()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(self.all_gather(outputs["num_tokens"]).sum())
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+
+class ReturnsUnlike(Stranger):
+    """A step that returns a number to a hook, and cannot run without gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        loss = F.cross_entropy(out, y)
+        [slope] = torch.autograd.grad(loss, out, retain_graph=True)
+        return {"loss": loss, "slope": slope.norm()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(outputs["slope"])
+
+
+class GathersOutputs(Stranger):
+    """Numbers of the batches of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        return {"loss": F.cross_entropy(out, y), "size": len(x), "least": out.min(), "out": out}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(self.all_gather(outputs["least"].detach()).min())
+        self.note(self.all_gather(outputs["out"].detach()).sum())
+        self.note(self.all_gather(torch.tensor(outputs["size"])).sum())
+
+
 class PredictsCounts(Stranger):
     """Predictions that are no tensors with a row for each sample."""
 
