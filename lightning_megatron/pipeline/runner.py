@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from lightning_megatron._torch.graphs import tree_flatten, tree_map, tree_unflatten
+from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.pipeline.joined import joined
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.relay import StageRelay
@@ -248,21 +249,11 @@ class _Again(_Port):
 
     def __init__(self, position: int, outputs: Sequence[Any]) -> None:
         super().__init__(position, nullcontext, first=True, last=True, received=None)
-        flat = [tree_flatten(output) for output in outputs]
-        joined = [_joined(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        self.output = tree_unflatten(joined, flat[0][1])
+        self.output = joined(outputs)
 
+    @override
     def leave(self, output: Any) -> Any:
         return self.output
-
-
-def _joined(column: Sequence[Any]) -> Any:
-    """What a trunk returns for a batch, of what it returned for microbatches."""
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    if not column[0].ndim:
-        raise ValueError("the PipelineSequential returns a number for each microbatch")
-    return torch.cat(list(column))
 
 
 @dataclass

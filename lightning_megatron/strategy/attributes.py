@@ -172,7 +172,7 @@ def _restore(copies: Sequence[tuple[nn.Parameter, Tensor, int]]) -> None:
 
 
 def modules_beside_trunk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that every stage holds, with their names; metrics in objects and lists as well."""
+    """The modules that every stage holds, with their names; metrics in objects and lists, too."""
     yield path, module
     known = not_the_users(module)
     for name, content in vars(module).items():

@@ -162,6 +162,43 @@ class ReturnsUnlike(Stranger):
         self.note(outputs["slope"])
 
 
+class WithLoss(nn.Module):
+    """A last item that returns a number beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x), x.square().mean()
+
+
+class NumberOfTrunk(Stranger):
+    """Rows of outputs for a hook, and a number of the trunk's in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(blocks=[nn.Linear(6, 6), nn.Tanh()], head=WithLoss())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out, size = self.net(x)
+        return {"loss": F.cross_entropy(out, y) + 0.1 * size, **self.more(out, size)}
+
+    def more(self, out: Tensor, size: Tensor) -> Any:
+        return {"out": out}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(sum(value.detach().sum() for value in outputs.values()))
+
+
+class NumberOfTrunkForHook(NumberOfTrunk):
+    """The number goes to a hook."""
+
+    def more(self, out: Tensor, size: Tensor) -> Any:
+        return {"size": 2 * size}
+
+
 class GathersOutputs(Stranger):
     """Numbers of the batches of all ranks."""
 
@@ -528,3 +565,19 @@ class NoisyGradients(Stranger):
     def on_train_batch_end(self, *_: Any) -> None:
         for p in self.parameters():
             p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def _among(first: str, last: str) -> dict[str, type[Stranger]]:
+    """Modules of this file from one to another, by name."""
+    names = [
+        name
+        for name, kind in globals().items()
+        if isinstance(kind, type) and issubclass(kind, Stranger) and kind.__module__ == __name__
+    ]
+    chosen = names[names.index(first) : names.index(last) + 1]
+    return {name: globals()[name] for name in chosen if name != "Sampled"}
+
+
+OUTPUTS = _among("NotesOutputs", "PredictsCounts")
+METRICS = _among("MetricsElsewhere", "MetricsInSteps")
+SAMPLERS = _among("First", "Reversed")

@@ -21,6 +21,7 @@ from typing import Any
 from lightning_megatron import ActivationConfig, PipelineConfig
 from tests.parallel.context_check.strangers import MIXING
 from tests.parity import (
+    around_steps,
     context_habits,
     context_items,
     epoch_ends,
@@ -124,6 +125,7 @@ LAYOUTS: dict[str, Layout] = {
             "num_microbatches": 4,
         },
     ),
+    "one rank": Layout(kind="one rank", ranks=1, options={}),
     "ep": Layout(kind="experts", options={"ep": 2}),
     "ep zero 0": Layout(kind="experts", options={"ep": 2, "zero": 0}, thorough=True),
     "ep zero 3": Layout(kind="experts", ranks=4, options={"ep": 2, "zero": 3}, thorough=True),
@@ -392,6 +394,43 @@ enter(
     "epochs",
     epoch_ends.FILLING,
     partial(_EPOCHS, also=("stages",), without=("stages of a V", "stages tp")),
+)
+
+# What users write around steps: outputs for hooks, metrics, samplers.
+_PARTS_OF_BATCHES = ("schedule", "microbatches")
+_TOLD = {  # each rank sees its own samples, and a hook their numbers
+    "kinds": _PARTS_OF_BATCHES,
+    "also": ("1f1b", "one rank in parts"),
+    "without": ("zero 2 in parts",),
+}
+_CUT_ANYHOW = {"kinds": (*_PARTS_OF_BATCHES, "data parallel", "schedule and others")}
+_OUTPUTS = partial(Entry, trainer={"num_sanity_val_steps": 0})
+enter(
+    "outputs",
+    around_steps.OUTPUTS,
+    partial(_OUTPUTS, **_TOLD),
+    # The sum over tokens is a mean to this package.
+    CountsTokens={**_CUT_ANYHOW, "aside": dict.fromkeys(_CUT_ANYHOW["kinds"], ("weights",))},
+    GathersOutputs=_CUT_ANYHOW,
+    NumberOfTrunkForHook={
+        "refused": {"schedule": r"training_step.*PipelineSequential returns a number for each"}
+    },
+    ReturnsUnlike={
+        "refused": dict.fromkeys(_PARTS_OF_BATCHES, r"training_step returns more.*not require grad")
+    },
+)
+enter(
+    "metrics",
+    around_steps.METRICS,
+    partial(Entry, kinds=(*_WITH_BOTH, "schedule")),
+)
+_SAMPLED = partial(Entry, trainer={"use_distributed_sampler": True, "max_epochs": 2})
+enter(
+    "samplers",
+    around_steps.SAMPLERS,
+    partial(_SAMPLED, kinds=("one rank", *SPLIT)),
+    # Which of the eight come first is not what one process draws.
+    Permuted={"aside": dict.fromkeys(("one rank", *SPLIT), ("weights",))},
 )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_megatron._torch.graphs import tree_flatten, tree_unflatten
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.pipeline.joined import OF_NUMBER, UnknownNumber
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, is_plain_list
 from lightning_megatron.pipeline.runner import Executor
 from lightning_megatron.strategy.attribute_changes import Look, changes
@@ -41,6 +42,10 @@ _TAKERS = {
     "test_step": "on_test_batch_end",
 }
 """Hooks that get what steps return; predictions are returned to whoever asks for them."""
+_REMEDY = (
+    "nearest valid: return tensors with an item for each sample (reduction='none'), "
+    "self.log(...), or num_microbatches=1"
+)
 
 
 class BatchOutputs:
@@ -93,7 +98,11 @@ class BatchOutputs:
         if not self._is_open(name, outputs[0]) and all(spec == specs[0] for spec in specs):
             return tree_unflatten([_joined(column) for column in columns], specs[0])
         whole = self._again(name, args, microbatches)
+        if name == "training_step":
+            whole = {**whole, "loss": outputs[0]["loss"]}  # in whose place comes that of the batch
         leaves, spec = tree_flatten(whole, is_leaf=is_plain_list)
+        if any(isinstance(leaf, UnknownNumber) for leaf in leaves):
+            raise ConfigError(f"{name}, more than its loss for a hook: {OF_NUMBER}; {_REMEDY}")
         if any(spec != other for other in specs):
             return whole
         sizes = [batch_size_of(piece) for piece in microbatches.batches[: microbatches.counted]]
@@ -118,10 +127,9 @@ class BatchOutputs:
             found = self._executor.repeat(run)
         except Exception as error:  # whatever a step raises
             raise ConfigError(
-                f"{name} returns more than its loss to a hook, for the whole batch: it ran once "
-                f"more on {len(microbatches)} microbatches together, and {type(error).__name__}: "
-                f"{error}; nearest valid: return tensors with an item for each sample "
-                "(reduction='none'), self.log(...), or num_microbatches=1"
+                f"{name} returns more than its loss to a hook; to know that of the whole batch, it "
+                f"ran once more on its {len(microbatches)} microbatches together, which ended in "
+                f"{type(error).__name__}: {error}; {_REMEDY}"
             ) from error
         for key, (look, content) in opaque.items():
             if list(changes(look.mark, Look().at(content).mark, content)):

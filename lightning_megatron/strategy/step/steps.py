@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_megatron.adoption.generation import generate_together
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
@@ -105,6 +106,8 @@ class Steps:
         stage_ranks = parallel.transforms.stage_ranks or range(pp.size)
         self.last_rank = stage_ranks[-1]
         wide = any(p.dtype == torch.float64 for p in module.parameters())
+        if pp.size > 1:  # a stage may have no weights
+            wide = any(Peers.over(pp).all_gather(wide))
         self.dtype = torch.float64 if wide else torch.float32
         self.router_bias = RouterBias(parallel)
         self.forward = Forward(module, parallel, precision)
