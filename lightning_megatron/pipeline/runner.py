@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
@@ -204,7 +204,9 @@ class _Port:
         first: bool,
         last: bool,
         received: Any,
+        examines: bool = False,
     ) -> None:
+        self._examines = examines
         self.position = position
         self.random = random
         self._first = first
@@ -220,6 +222,8 @@ class _Port:
                 "The step called its PipelineSequential twice. With pp>1 it can be called once per "
                 "step; put both uses into one call, for example by concatenating the inputs"
             )
+        if self._examines:
+            _refuse_inputs_that_learn(args)
         return args if self._first else (self._received,)
 
     def leave(self, output: Any) -> Any:
@@ -234,6 +238,30 @@ class _Port:
             "different microbatches, and cannot pass tokens along; nearest valid: .generate(...) "
             "in the code of validation_step, test_step or predict_step, or of a method that it "
             "calls, or in a hook, or pp=1"
+        )
+
+
+def _refuse_inputs_that_learn(args: Any) -> None:
+    """Refuse inputs of a trunk by which a step may differentiate; on every stage alike.
+
+    Raises:
+        ConfigError: they come from a tensor that requires a gradient, and is no parameter.
+    """
+    to_see = [x.grad_fn for x in _tensors(args) if x.grad_fn is not None]
+    leaves = [x for x in _tensors(args) if x.is_leaf and x.requires_grad]
+    seen: set[Any] = set()
+    while to_see:
+        node: Any = to_see.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        to_see += [following for following, _ in node.next_functions]
+    if not all(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        raise ConfigError(
+            "pp > 1: the input of the PipelineSequential requires a gradient, and is no parameter; "
+            "a step cannot differentiate the output by it (torch.autograd.grad), as the stages "
+            "between are on other ranks; nearest valid: pp=1"
         )
 
 
@@ -314,6 +342,7 @@ class Pipeline(Executor):
         self.activation_bytes: dict[int, int] | None = None
         self._keeps: Callable[[Any], bool] | None = None
         self._kept: dict[int, Any] = {}
+        self._examined: set[tuple[int, bool]] = set()
         self.use(make)
 
         @lru_cache(maxsize=16)
@@ -470,7 +499,16 @@ class Pipeline(Executor):
         entering = as_results(received)
         if self._works_in_place[position]:
             entering = tree_map(_copied, entering)
-        port = _Port(position, self._random, first=first, last=last, received=entering)
+        passage = stage, self._trunk.training
+        port = _Port(
+            position,
+            self._random,
+            first=first,
+            last=last,
+            received=entering,
+            examines=passage not in self._examined,
+        )
+        self._examined.add(passage)
         self._trunk.connect(port)
         counting = nullcontext() if self.activation_bytes is None else self._counting(stage)
         try:

@@ -507,6 +507,28 @@ class CompilesBeside(Stranger):
         return F.cross_entropy(self.fast(x), y)
 
 
+class Wraps(nn.Module):
+    """A module around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return 0.5 * self.inner(x)
+
+
+class InTwo(Stranger):
+    """A network that is in another module as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Wraps(self.net)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x) + self.scaled(x), y)
+
+
 # Logs and random numbers --------------------------------------------------------------------------
 
 
