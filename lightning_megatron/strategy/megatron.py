@@ -878,6 +878,8 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.weight_watch.stop()
+        if self._steps is not None:
+            self._steps.parameter_hooks.release()
         if self.options.zero.stage == 3:
             explain(exception, self.module)
         self.processes.failures.note(exception)

@@ -460,6 +460,18 @@ class Adversarial(Stranger):
         return self.train_dataloader()
 
 
+class NotesAccumulated(Stranger):
+    """Each gradient once a batch, in two batches before a step."""
+
+    def on_fit_start(self) -> None:
+        for p in self.net.parameters():
+            p.register_post_accumulate_grad_hook(self.see)
+
+    def see(self, p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.clamp_(-0.02, 0.02)
+
+
 class Maml(Stranger):
     """One inner step for each sample."""
 

@@ -47,6 +47,7 @@ from lightning_megatron.strategy.step.forward import Forward
 from lightning_megatron.strategy.step.gradients import BatchGradients
 from lightning_megatron.strategy.step.loss import LossShare, SampleCoupling, loss_and_tokens
 from lightning_megatron.strategy.step.outputs import BatchOutputs, has_more
+from lightning_megatron.strategy.step.parameter_hooks import ParameterHooks
 from lightning_megatron.tuning.fit_memory import FittingMicrobatch, NoReduction
 from lightning_megatron.zero.fully_sharded import FullySharded
 
@@ -78,6 +79,7 @@ class Steps:
         outputs: makes one output of those of microbatches.
         coupling: warns of losses that couple samples of several microbatches.
         evaluation: runs the steps that do not train.
+        parameter_hooks: user's hooks on accumulated gradients.
         router_bias: updates the biases of routers after optimizer steps.
         accumulating: whether the batch is one of several before an optimizer step, and not the
             last of them.
@@ -110,6 +112,7 @@ class Steps:
             wide = any(Peers.over(pp).all_gather(wide))
         self.dtype = torch.float64 if wide else torch.float32
         self.router_bias = RouterBias(parallel)
+        self.parameter_hooks = ParameterHooks(parallel.gradients)
         self.forward = Forward(module, parallel, precision)
         self.cut = BatchCut(module, parallel, rule, fitting)
         self.executor: Executor
@@ -248,9 +251,12 @@ class Step(ABC):
             args: further ones of the precision plugin's ``backward``.
             kwargs: likewise.
         """
+        steps = self._steps
         self._add_gradients(loss, *args, **kwargs)
-        if not self._steps.accumulating:
-            self._steps.parallel.gradients.finish()
+        if not steps.accumulating:
+            steps.parallel.gradients.finish()
+        is_complete = not steps.accumulating or steps.parallel.topology.loss.size == 1
+        steps.parameter_hooks.call(is_complete=is_complete)
 
     @abstractmethod
     def _add_gradients(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -293,6 +299,7 @@ class WholeStep(Step):
     def _add_gradients(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         steps, precision = self._steps, self._steps.precision
         parallel, topology = steps.parallel, steps.parallel.topology
+        steps.parameter_hooks.hold()
         parallel.gradients.begin()
         parallel.data.begin(blocked=steps.accumulating)
         parallel.data.before_backward()
@@ -384,6 +391,7 @@ class InterleavedStep(Step):
     def _begin_backwards(self, microbatches: Microbatches) -> None:
         """Set aside the gradients of earlier batches, and say how much microbatches weigh."""
         steps, share, data = self._steps, self.share, self._steps.parallel.data
+        steps.parameter_hooks.hold()
         first, by_sample = steps.first_of_accumulation, steps.loss_per_token is False
         deferred = data.accumulates_in_grad and by_sample and not first
         self._gradients.begin(first=first, deferred=deferred)
