@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
-from lightning_megatron import PipelineSequential
+from lightning_megatron import PipelineSequential, adopt
 from tests.parity.strangers import CLASSES, Stranger
 
 # Outputs of steps beside the loss -----------------------------------------------------------------
@@ -541,7 +541,7 @@ class InTwo(Stranger):
         return F.cross_entropy(self.net(x) + self.scaled(x), y)
 
 
-# Logs and random numbers --------------------------------------------------------------------------
+# Logs, random numbers, networks ----------------------------------------------------------------
 
 
 class LogsEach(Stranger):
@@ -566,39 +566,43 @@ class LogsEach(Stranger):
             self.log(f"size/{name}", size)
 
 
-class Reparametrises(nn.Module):
-    """A layer that draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        return y + torch.randn_like(y)
-
-
-class DrawsInside(Stranger):
-    """A layer in the middle draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = PipelineSequential(
-            first=nn.Linear(6, 6), noise=Reparametrises(), act=nn.Tanh(), head=nn.Linear(6, CLASSES)
-        )
-
-
 class NoisyGradients(Stranger):
     """Draws in hooks, as in Langevin dynamics."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.manual_seed(self.global_step)
         for p in self.parameters():
+            assert p.grad is not None
             p.grad.add_(torch.randn_like(p), alpha=0.01)
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
+        torch.manual_seed(self.global_step + 100)
         for p in self.parameters():
             p.add_(torch.randn_like(p), alpha=0.01)
+
+
+class OfDicts(nn.Module):
+    """A network whose blocks are no modules that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)}) for _ in range(2)
+        )
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + block["down"](block["up"](x).tanh())  # type: ignore[index]
+        return self.head(x)
+
+
+class AdoptsDicts(Stranger):
+    """A network of one's own, adopted."""
+
+    def make_net(self) -> Any:
+        return adopt(OfDicts())
 
 
 def _among(first: str, last: str) -> dict[str, type[Stranger]]:
@@ -615,3 +619,4 @@ def _among(first: str, last: str) -> dict[str, type[Stranger]]:
 OUTPUTS = _among("NotesOutputs", "PredictsCounts")
 METRICS = _among("MetricsElsewhere", "MetricsInSteps")
 SAMPLERS = _among("First", "Reversed")
+GRADIENTS = _among("ClipsEach", "AdoptsDicts")

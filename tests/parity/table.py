@@ -433,6 +433,53 @@ enter(
     Permuted={"aside": dict.fromkeys(("one rank", *SPLIT), ("weights",))},
 )
 
+_BY_INPUT = r"input of the PipelineSequential requires a gradient, and is no parameter"
+_EVERYWHERE: dict[str, Any] = {
+    "kinds": (*SPLIT, *_PARTS_OF_BATCHES, "schedule and others"),
+    "also": ("zero 1", "one rank in parts"),
+}
+enter(
+    "around steps",
+    around_steps.GRADIENTS,
+    partial(Entry, kinds=SPLIT),
+    HooksAccumulated=_EVERYWHERE,
+    NotesAccumulated={
+        "kinds": ("tp", *_PARTS_OF_BATCHES, "data parallel"),
+        "trainer": {"accumulate_grad_batches": 2},
+        "refused": dict.fromkeys(
+            ("data parallel", "zero 2 in parts"), r"accumulate_grad_batches > 1 on several"
+        ),
+    },
+    # Under tp a layer is differentiated once.
+    GradientPenalty={
+        "kinds": ("pp", "data parallel"),
+        "without": ("zero 3",),
+        **_on_one_stage(_BY_INPUT),
+    },
+    Adversarial={"kinds": ("pp",), "thorough": True, **_on_one_stage(_BY_INPUT)},
+    Maml={
+        "kinds": ("data parallel", "pp"),
+        "thorough": True,
+        "also": ("zero 3",),
+        "apart": ("pp",),
+        "refused": {
+            "pp": _OF_ALL,
+            "zero 3": r"net\.up\.weight: torch\.autograd\.grad .*zero=2 or lower",
+        },
+    },
+    PenaltyByCriterion={"thorough": True, "also": ("zero 3",), **_on_one_stage(_OF_ALL)},
+    # Under tp what is compiled returns a part.
+    CompilesBeside={
+        "kinds": ("data parallel", "pp"),
+        "also": ("zero 3",),
+        **_staged(r"pp=2: parameter 'net.up.weight' is shared between"),
+    },
+    InTwo={"kinds": ("data parallel",), "also": ("zero 3",)},
+    # Data-parallel ranks log numbers of their own samples.
+    LogsEach={"kinds": ("tp", "pp")},
+    AdoptsDicts=_staged(r"pp=2: the module has no PipelineSequential"),
+)
+
 
 # Mixtures of experts: strangers with one in their net, and what only a mixture invites.
 _EP_CUT: dict[str, dict[str, Any]] = {
