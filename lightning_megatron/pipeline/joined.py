@@ -25,7 +25,7 @@ class UnknownNumber(Tensor):
     ) -> Any:
         if kind_of(func) in ("reads", "array"):
             raise ConfigError(OF_NUMBER)
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 OF_NUMBER = (

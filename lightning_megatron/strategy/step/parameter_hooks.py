@@ -48,7 +48,7 @@ class ParameterHooks:
     def release(self) -> None:
         """Put the hooks back."""
         for parameter, users in self._held:
-            hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            hooks: Any = parameter._post_accumulate_grad_hooks
             hooks.update(users)
 
     def call(self, *, is_complete: bool) -> None:
