@@ -13,6 +13,7 @@ Trainer of a run:
   run may end before or after it;
 * ``_broadcast_sigterm_tensor`` of the ``epoch_loop``, by nothing;
 * ``_get_monitor_value`` of the ``epoch_loop``, by the mean over the ranks;
+* ``sync`` of torchmetrics' ``Metric``, the one class that is changed, while a layout lasts;
 * ``log`` of the module, while a step runs on microbatches;
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
 * the methods of loggers, with the callback LoggerGuard only;

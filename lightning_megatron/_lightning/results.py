@@ -6,8 +6,10 @@ used `_forward_cache`, `_update_count`, `_computed` and `_defaults` of ``Metric`
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, Literal, TypeAlias
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
@@ -47,6 +49,43 @@ def training_sums(trainer: Trainer) -> dict[str, Metric]:
 
 
 # Of metrics
+
+EVERYBODY: Literal["everybody"] = "everybody"
+"""All processes, in the place of a process group."""
+AmongRanks: TypeAlias = "dist.ProcessGroup | Literal['everybody'] | None"
+"""Ranks among which metrics are synchronised; None for no other rank."""
+_SYNC = Metric.sync
+
+
+def synchronize_metrics(among: Callable[[], AmongRanks] | None) -> None:
+    """Have metrics without a ``process_group`` synchronise among these ranks.
+
+    Replaced: `torchmetrics.Metric.sync`, where a metric that has no group takes the world. A metric
+    may be made anywhere: by a callback, in a hook, in an object of the user's. Unnecessary when
+    torchmetrics lets a process set its default group.
+
+    Args:
+        among: gives the ranks when a metric is synchronised; None for torchmetrics' own way.
+    """
+
+    @wraps(_SYNC)
+    def sync(
+        metric: Metric,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Callable[..., Any] | None = None,
+    ) -> None:
+        group = process_group or metric.process_group
+        if group is None and among is not None:
+            group = among()
+            if group is None:
+                return
+        given = None if group == EVERYBODY else group
+        _SYNC(metric, dist_sync_fn, given, should_sync, distributed_available)
+
+    kind: Any = Metric
+    kind.sync = _SYNC if among is None else sync
 
 
 def initial_states(metric: Metric) -> dict[str, Any]:

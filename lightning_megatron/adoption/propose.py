@@ -329,11 +329,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _chains(model: nn.Module) -> Iterator[list[str]]:
-    """Yield the names of the members of every list of modules of one class."""
+    """Yield the names of the members of every list of modules of one class, which are called."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
             members = list(module.children())
-            if len({type(m) for m in members}) == 1 and any(True for _ in members[0].parameters()):
+            called = all(type(m).forward is not nn.Module.forward for m in members)
+            alike = len({type(m) for m in members}) == 1
+            if called and alike and any(True for _ in members[0].parameters()):
                 yield [_join(name, child) for child, _ in module.named_children()]
 
 

@@ -190,8 +190,11 @@ class AdoptedTrunk(PipelineSequential):
         if port is None:
             with self.draws():
                 return self.relayed(lambda: own_class(self).forward(self, *args, **kwargs))
+        entering = port.enter(())
+        if port.has_run:
+            return port.leave(None)
         with port.random():
-            output = self._runs[port.position](port.enter(()), args, kwargs)
+            output = self._runs[port.position](entering, args, kwargs)
         return port.leave(output)
 
     def _check_outputs(self, kwargs: Mapping[str, Any]) -> None:

@@ -34,6 +34,11 @@ class StagePort(Protocol):
         """Index of the stage among those that this rank holds, in network order."""
         ...
 
+    @property
+    def has_run(self) -> bool:
+        """Whether `leave` knows the output, so that the items need not run."""
+        ...
+
     def random(self) -> AbstractContextManager[None]:
         """Context in which the stage draws its random numbers."""
         ...
@@ -605,8 +610,11 @@ class PipelineSequential(nn.Module):
                 if self.is_whole:
                     return self._runs[0](*args, **kwargs)
                 return self._relayed(self.open_relay(), args, kwargs)
+        entering = port.enter(args)
+        if port.has_run:
+            return port.leave(None)
         with port.random():
-            output = self._runs[port.position](*port.enter(args), **kwargs)
+            output = self._runs[port.position](*entering, **kwargs)
         return port.leave(output)
 
     def _relayed(self, relay: Relay, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -337,7 +337,8 @@ def units(module: nn.Module, wrap: Sequence[str] | None, min_numel: int) -> Iter
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     trunks = [child for child in module.modules() if isinstance(child, PipelineSequential)]
     items = {item for trunk in trunks for item in trunk.items()}
-    yield from _units(module, wrap, min_numel, owners, items)
+    # A module may be in several others: a network, and what `torch.compile` made of it.
+    yield from dict.fromkeys(_units(module, wrap, min_numel, owners, items))
 
 
 def _units(

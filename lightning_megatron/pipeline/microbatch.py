@@ -1,4 +1,4 @@
-"""Cutting a batch into microbatches, and putting their results together again.
+"""Cutting a batch into microbatches.
 
 One Lightning batch is this data-parallel rank's share of the global batch. Its microbatches may
 have different sizes: each counts with its share of the samples, so that the loss and its gradient
@@ -148,10 +148,11 @@ def _cut(batch: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
 
 def _is_column(node: Any, total: int) -> bool:
     """Whether ``node`` is a list with one plain value per sample, as collating makes it."""
-    return _is_plain_list(node) and len(node) == total
+    return is_plain_list(node) and len(node) == total
 
 
-def _is_plain_list(node: Any) -> bool:
+def is_plain_list(node: Any) -> bool:
+    """Whether ``node`` is a list of strings and numbers, which is cut and joined like a tensor."""
     return isinstance(node, list) and all(
         isinstance(item, str | bytes | int | float | bool) for item in node
     )
@@ -162,36 +163,6 @@ def _cannot_cut(what: str) -> ConfigError:
         f"The batch holds {what}, which cannot be cut into microbatches; nearest valid: define "
         "split_batch(batch, num_microbatches) in the module, or num_microbatches=1"
     )
-
-
-def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Put the outputs of the microbatches together.
-
-    Scalars become their weighted mean; tensors with a first dimension are concatenated on it, lists
-    of strings and numbers (what `split` cuts) as well; of anything else the last one is kept.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    flat = [tree_flatten(output, is_leaf=_is_plain_list) for output in outputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        return list(outputs)
-    merged = [_merge_leaf(column, weights) for column in zip(*(leaves for leaves, _ in flat))]  # noqa: B905
-    return tree_unflatten(merged, flat[0][1])
-
-
-def _merge_leaf(column: Sequence[Any], weights: Sequence[float]) -> Any:
-    first = column[0]
-    if isinstance(first, list):
-        return [item for leaf in column for item in leaf]
-    if isinstance(first, Tensor):
-        if first.ndim:
-            same = all(leaf.shape[1:] == first.shape[1:] for leaf in column)
-            return torch.cat(list(column)) if same else list(column)
-        if first.is_floating_point():
-            return weighted_mean(column, weights)
-    if isinstance(first, float):
-        return sum(w * leaf for leaf, w in zip(column, weights, strict=True))
-    return column[-1]
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
@@ -31,6 +31,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.pipeline.joined import joined
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.relay import StageRelay
@@ -105,6 +106,17 @@ class Executor(Protocol):
         """
         ...
 
+    def keep_for_repeat(self, keeps: Callable[[Any], bool] | None) -> None:
+        """Say of which outputs of the step the next batch keeps what `repeat` needs."""
+        ...
+
+    def repeat(self, step: Callable[[], Any]) -> Any:
+        """Call the step once more on all microbatches of the latest batch together.
+
+        On the last stage only, and once.
+        """
+        ...
+
 
 class NoPipeline(Executor):
     """Runs microbatches one after the other in a process that holds the whole network.
@@ -154,6 +166,15 @@ class NoPipeline(Executor):
             outputs.append(step(index, True))
         return outputs
 
+    @override
+    def keep_for_repeat(self, keeps: Callable[[Any], bool] | None) -> None:
+        pass  # the network runs again
+
+    @override
+    def repeat(self, step: Callable[[], Any]) -> Any:
+        self._begin_forward(0)
+        return step()
+
     def _begin_forward(self, index: int) -> None:
         if self._lengths is not None:
             self._lengths.forward(index)
@@ -173,6 +194,8 @@ class StageBoundary(BaseException):
 class _Port:
     """One passage of one microbatch through one stage of the trunk."""
 
+    has_run = False
+
     def __init__(
         self,
         position: int,
@@ -181,13 +204,16 @@ class _Port:
         first: bool,
         last: bool,
         received: Any,
+        examines: bool = False,
     ) -> None:
+        self._examines = examines
         self.position = position
         self.random = random
         self._first = first
         self._last = last
         self._received = received
         self.calls = 0
+        self.output: Any = None
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.calls += 1
@@ -196,10 +222,13 @@ class _Port:
                 "The step called its PipelineSequential twice. With pp>1 it can be called once per "
                 "step; put both uses into one call, for example by concatenating the inputs"
             )
+        if self._examines:
+            _refuse_inputs_that_learn(args)
         return args if self._first else (self._received,)
 
     def leave(self, output: Any) -> Any:
         if self._last:
+            self.output = output
             return output
         raise StageBoundary(whole(output))
 
@@ -210,6 +239,49 @@ class _Port:
             "in the code of validation_step, test_step or predict_step, or of a method that it "
             "calls, or in a hook, or pp=1"
         )
+
+
+def _refuse_inputs_that_learn(args: Any) -> None:
+    """Refuse inputs of a trunk by which a step may differentiate; on every stage alike.
+
+    Raises:
+        ConfigError: they come from a tensor that requires a gradient, and is no parameter.
+    """
+    to_see = [x.grad_fn for x in _tensors(args) if x.grad_fn is not None]
+    leaves = [x for x in _tensors(args) if x.is_leaf and x.requires_grad]
+    seen: set[Any] = set()
+    while to_see:
+        node: Any = to_see.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        to_see += [following for following, _ in node.next_functions]
+    if not all(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        raise ConfigError(
+            "pp > 1: the input of the PipelineSequential requires a gradient, and is no parameter; "
+            "a step cannot differentiate the output by it (torch.autograd.grad), as the stages "
+            "between are on other ranks; nearest valid: pp=1"
+        )
+
+
+class _Again(_Port):
+    """Passage of the whole batch through a stage that has run on its microbatches.
+
+    Args:
+        position: of the stage.
+        outputs: of the microbatches.
+    """
+
+    has_run = True
+
+    def __init__(self, position: int, outputs: Sequence[Any]) -> None:
+        super().__init__(position, nullcontext, first=True, last=True, received=None)
+        self.output = joined(outputs)
+
+    @override
+    def leave(self, output: Any) -> Any:
+        return self.output
 
 
 @dataclass
@@ -268,6 +340,9 @@ class Pipeline(Executor):
         self._defers = False
         self._sections = SectionClock() if sections is None else sections
         self.activation_bytes: dict[int, int] | None = None
+        self._keeps: Callable[[Any], bool] | None = None
+        self._kept: dict[int, Any] = {}
+        self._examined: set[tuple[int, bool]] = set()
         self.use(make)
 
         @lru_cache(maxsize=16)
@@ -383,6 +458,21 @@ class Pipeline(Executor):
         self._clock = clock
         return outputs
 
+    @override
+    def keep_for_repeat(self, keeps: Callable[[Any], bool] | None) -> None:
+        self._keeps, self._kept = keeps, {}
+
+    @override
+    def repeat(self, step: Callable[[], Any]) -> Any:
+        kept, self._kept = self._kept, {}
+        position = self._position[self._final]
+        self._lengths.forward(0, position)
+        self._trunk.connect(_Again(position, [kept[index] for index in sorted(kept)]))
+        try:
+            return step()
+        finally:
+            self._trunk.connect(None)
+
     def _started(self) -> None:
         if self._clock is not None:
             self._clock.start()
@@ -409,7 +499,16 @@ class Pipeline(Executor):
         entering = as_results(received)
         if self._works_in_place[position]:
             entering = tree_map(_copied, entering)
-        port = _Port(position, self._random, first=first, last=last, received=entering)
+        passage = stage, self._trunk.training
+        port = _Port(
+            position,
+            self._random,
+            first=first,
+            last=last,
+            received=entering,
+            examines=passage not in self._examined,
+        )
+        self._examined.add(passage)
         self._trunk.connect(port)
         counting = nullcontext() if self.activation_bytes is None else self._counting(stage)
         try:
@@ -426,6 +525,8 @@ class Pipeline(Executor):
                 "The step returned without calling the module's PipelineSequential; with pp>1 "
                 "every step must call it once, whatever the batch"
             )
+        if last and self._keeps is not None and self._keeps(output):
+            self._kept[action.microbatch] = detach(port.output)
         return output, received
 
     @contextmanager

@@ -16,7 +16,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from operator import eq, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatron.strategy.attributes import OF_A_PROCESS
+from lightning_megatron.strategy.attributes import OF_A_PROCESS, is_open
 
 LIMIT = 10_000
 """Most parts of an attribute that are looked at; a list of numbers or tensors counts as one."""
@@ -35,8 +34,6 @@ _FIXED = (
     *(torch.dtype, torch.device, *OF_A_PROCESS),
 )
 """Classes of objects of which identity is all there is to tell."""
-_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_megatron.")
-_PICKLING = ("__reduce_ex__", "__reduce__")
 _LARGE_ARRAY = 1 << 20
 
 
@@ -180,19 +177,6 @@ def _array(content: Any) -> _Array | _Same:
 
 class _TooManyError(Exception):
     pass
-
-
-def is_open(content: Any) -> bool:
-    """Whether the attributes of an object are what it consists of."""
-    kind: Any = type(content)
-    return _is_open(kind)
-
-
-@cache
-def _is_open(kind: Any) -> bool:
-    if f"{kind.__module__}.".startswith(_LIBRARIES) or hasattr(kind, "__next__"):
-        return False
-    return all(getattr(kind, name) is getattr(object, name) for name in _PICKLING)
 
 
 def changes(old: Any, new: Any, content: Any) -> list[Change]:

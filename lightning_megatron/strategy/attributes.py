@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_megatron._lightning.hooks import is_of_hyper_parameters
 from lightning_megatron._lightning.results import UPDATE_COUNT, forget_computed, initial_states
@@ -29,10 +30,15 @@ OF_A_PROCESS = (
     *(Dataset, DataLoader),
 )
 """Classes of objects that stay in their process; steps do not change data sets, which are large."""
+_WITHOUT_METRICS = (type(None), bool, int, float, str, bytes, Tensor)
+_ALONE = (type, FunctionType, MethodType, ModuleType, *OF_A_PROCESS)
+"""Objects that are not searched for metrics."""
 OURS = "_lightning_megatron_"
 """Beginning of the names under which this library keeps something in a module."""
 _SCANNED = 100
-"""Items of the longest list or dict that is searched for metrics."""
+"""Items of the longest list or dict, or attributes of an object, searched for metrics."""
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_megatron.")
+_PICKLING = ("__reduce_ex__", "__reduce__")
 
 
 class Value:
@@ -109,9 +115,9 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         device: of this process.
     """
     with weights_in_parts():  # without those of other stages
-        modules = dict(module.named_modules())
+        modules = {**dict(modules_beside_trunk(module)), **dict(module.named_modules())}
     before = {
-        (path, name): value.keep()
+        (path, name): (content, value.keep())
         for path, child in modules.items()
         for name, content in attributes_of(child)
         if (value := value_of(content, device)) is not None
@@ -122,10 +128,31 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for path, child in modules.items():
             for name, content in list(attributes_of(child)):
-                value, now = before.get((path, name)), value_of(content, device)
+                was, value = before.get((path, name), (None, None))
+                now = value_of(content, device)
                 if value is not None and (now is None or now.digest() != value.digest()):
-                    set_attribute(child, name, value.restored())
+                    set_attribute(child, name, _as_before(was, value.restored()))
         _restore(copies)
+
+
+def _as_before(holder: Any, restored: Any) -> Any:
+    """Return an object that others may know with what was in it, or else ``restored``."""
+    if type(holder) is not type(restored):
+        return restored
+    if isinstance(holder, list):
+        holder[:] = restored
+    elif isinstance(holder, dict | set):
+        holder.clear()
+        holder.update(restored)
+    elif isinstance(holder, deque):
+        holder.clear()
+        holder.extend(restored)
+    elif is_open(holder) and hasattr(holder, "__dict__"):
+        vars(holder).clear()
+        vars(holder).update(vars(restored))
+    else:
+        return restored
+    return holder
 
 
 @on_memory
@@ -145,19 +172,52 @@ def _restore(copies: Sequence[tuple[nn.Parameter, Tensor, int]]) -> None:
 
 
 def modules_beside_trunk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that every stage holds, with their names; and metrics in lists and dicts."""
+    """The modules that every stage holds, with their names; metrics in objects and lists, too."""
     yield path, module
+    known = not_the_users(module)
     for name, content in vars(module).items():
-        if name in not_the_users(module) or not isinstance(content, list | tuple | dict):
-            continue
-        if len(content) <= _SCANNED:
-            items = content.items() if isinstance(content, dict) else enumerate(content)
-            for place, metric in items:
-                if Metric in type(metric).__mro__:
-                    yield f"{path}:{name}:{place}", metric
+        if name not in known and not isinstance(content, _WITHOUT_METRICS):
+            for place, metric in _metrics_in(content, f"{path}:{name}", set()):
+                yield from modules_beside_trunk(metric, place)
     for name, child in module.named_children():
         if not isinstance(child, PipelineSequential):
             yield from modules_beside_trunk(child, dotted(path, name))
+
+
+def _metrics_in(content: Any, place: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Metrics in a list, dict or object of the user's, and in those inside."""
+    if isinstance(content, _WITHOUT_METRICS) or id(content) in seen:
+        return
+    seen.add(id(content))
+    if isinstance(content, nn.Module):
+        if {Metric, MetricCollection} & {*type(content).__mro__}:
+            yield place, content
+        return
+    if isinstance(content, dict):
+        items: Any = content.items()
+    elif isinstance(content, list | tuple):
+        items = enumerate(content)
+    elif is_open(content) and hasattr(content, "__dict__") and not isinstance(content, _ALONE):
+        content = vars(content)
+        items = content.items()
+    else:
+        return
+    if len(content) <= _SCANNED:
+        for key, item in tuple(items):
+            yield from _metrics_in(item, f"{place}:{key}", seen)
+
+
+def is_open(content: Any) -> bool:
+    """Whether the attributes of an object are what it consists of."""
+    kind: Any = type(content)
+    return _is_open(kind)
+
+
+@cache
+def _is_open(kind: Any) -> bool:
+    if f"{kind.__module__}.".startswith(_LIBRARIES) or hasattr(kind, "__next__"):
+        return False
+    return all(getattr(kind, name) is getattr(object, name) for name in _PICKLING)
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -76,6 +76,13 @@ def names_in(function: FunctionType) -> frozenset[str]:
     return frozenset(found)
 
 
+def is_users(hook: Any) -> bool:
+    """Whether a function or another callable is of no library's code."""
+    function = getattr(hook, "func", hook)  # of a partial
+    written = getattr(function, "__module__", None) or type(function).__module__
+    return not f"{written}.".startswith(_LIBRARIES)
+
+
 def _is_of_library(function: FunctionType) -> bool:
     return f"{function.__module__}.".startswith(_LIBRARIES)
 

@@ -7,18 +7,17 @@ explicit group they concern that group.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
-from torchmetrics.metric import jit_distributed_available
 
+from lightning_megatron._lightning.results import EVERYBODY, AmongRanks, synchronize_metrics
 from lightning_megatron._torch.collectives import start_all_gather
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
@@ -111,48 +110,24 @@ class MonitoredValues:
         return torch.tensor(mean, dtype=getattr(value, "dtype", None))
 
 
-def share_metrics(observers: Iterable[object], topology: Topology) -> None:
-    """Have metrics synchronised over the ranks that saw different samples.
+def share_metrics(topology: Topology) -> None:
+    """Have metrics synchronised over the ranks that saw different samples, until `leave_metrics`.
 
-    Args:
-        observers: the module and the callbacks, whose metrics they are: submodules, attributes, and
-            items of lists and dicts that are attributes.
-        topology: the layout.
+    These are all metrics, wherever they are made and kept, but those with a ``process_group`` of
+    the user's.
     """
-    group = topology.batch.group
-    for metric in _metrics(observers):
-        if metric.process_group is None:
-            metric.process_group = group
-            if group is None:  # a metric takes this for the whole world
-                metric.distributed_available_fn = _nobody_else
+
+    def among() -> AmongRanks:
+        if topology.is_closed:  # in a later run, of another strategy
+            return EVERYBODY
+        return topology.batch.group
+
+    synchronize_metrics(among)
 
 
-def unshare_metrics(observers: Iterable[object], topology: Topology) -> None:
+def leave_metrics() -> None:
     """Undo `share_metrics`."""
-    group = topology.batch.group
-    for metric in _metrics(observers):
-        if metric.process_group is group:
-            metric.process_group = None
-            if metric.distributed_available_fn is _nobody_else:
-                metric.distributed_available_fn = jit_distributed_available
-
-
-def _metrics(observers: Iterable[object]) -> Iterator[Metric]:
-    for holder in [part for one in observers for part in _modules_in(one) or [one]]:
-        held = (value for name, value in vars(holder).items() if name != "_modules")
-        parts = (part for value in held for item in _items(value) for part in _modules_in(item))
-        # Metric is an abstract class: isinstance asks its hundred subclasses for each new class.
-        yield from (part for part in (holder, *parts) if Metric in type(part).__mro__)
-
-
-def _modules_in(value: object) -> list[Any]:
-    return list(value.modules()) if isinstance(value, nn.Module) else []
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else [value]
+    synchronize_metrics(None)
 
 
 def _group(
@@ -212,8 +187,3 @@ def _reduce_op(op: ReduceOp | str | None) -> tuple[bool, Any]:
         return False, getattr(ReduceOp, op.upper())
     average: Any = ReduceOp.AVG
     return (True, ReduceOp.SUM) if op == average else (False, op)
-
-
-def _nobody_else() -> bool:
-    """Answer to a metric that has no ranks to be synchronised with."""
-    return False

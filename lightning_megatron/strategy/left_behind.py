@@ -30,8 +30,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.pipeline.runner import StageBoundary
-from lightning_megatron.strategy.attribute_changes import is_open
-from lightning_megatron.strategy.attributes import dotted, not_the_users
+from lightning_megatron.strategy.attributes import dotted, is_open, not_the_users
 from lightning_megatron.whole.memory import weights_in_parts
 
 _LIBRARIES = ("builtins.", "lightning.", "lightning_megatron.", "pytorch_lightning.", "torch.")

@@ -468,8 +468,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.weight_watch.follow()
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        collectives.share_metrics((module, *callbacks), self.topology)
+        collectives.share_metrics(self.topology)
         if isinstance(parallel.data, FullySharded):
             parallel.data.order.settle_by(self.votes.register("units of ZeRO 3"))
             self.votes.on_settled(self._check_units)

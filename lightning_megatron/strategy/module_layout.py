@@ -212,8 +212,7 @@ class ModuleLayout:
             return
         restore(parallel)
         save_alone(module)
-        callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
-        collectives.unshare_metrics((module, *callbacks), run.topology)
+        collectives.leave_metrics()
         save_adapters_alone(module)
         remember_layout(module, None)
         set_device_mesh(module, None)

@@ -21,7 +21,7 @@ digest of all attributes and buffers on each stage.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -43,7 +43,9 @@ from lightning_megatron.strategy.attributes import (
     set_attribute,
     value_of,
 )
+from lightning_megatron.strategy.code_inspection import is_users
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.whole.memory import weights_in_parts
 from lightning_megatron.whole.splits import whole
 
 NAME = "shared_between_stages"
@@ -82,9 +84,12 @@ class StepState:
         self._device = topology.device
         self._splits = topology.tp.size * topology.cp.size > 1
         self._gives = topology.pp.rank == source
-        self._broadcast = ObjectBroadcast(
-            topology.pp, topology.pp.ranks[source], topology.device, host_group
-        )
+        self._from = [
+            ObjectBroadcast(topology.pp, rank, topology.device, host_group)
+            for rank in topology.pp.ranks
+        ]
+        self._source, self._broadcast = source, self._from[source]
+        self._layers_hooked = False
         self._microbatches = microbatches
         self._ends_epoch = ends_epoch
         self._named = shared_names(module)
@@ -108,7 +113,10 @@ class StepState:
             self._noted = {key: digest for key, _, digest in self._digests()}
             self._visibly = set()
             self._after = {}
-        if self._gives:
+            self._layers_hooked = any(
+                Peers.over(self._pp).all_gather(_has_layer_hooks(self._module))
+            )
+        if self._gives or self._layers_hooked:
             self._before = self._looks()
             if self._after:  # what hooks have changed since
                 self._visibly |= {key for key, _ in self._differences(self._after, self._before)}
@@ -118,9 +126,10 @@ class StepState:
         """Give all stages what the step has changed; collective over the pipeline."""
         found: dict[_Key, list[Change]] = {}
         refused: list[str] = []
-        if self._gives:
-            found, refused = self._found()
-        found, refused = self._broadcast((found, refused))
+        mine: dict[_Key, list[Change]] = {}
+        if self._gives or self._layers_hooked:
+            mine, refused = self._found()
+        found, refused = self._broadcast((mine, refused))
         if refused:
             raise ConfigError(
                 f"{', '.join(refused)}: a step fills it with what cannot be pickled, so that other "
@@ -129,8 +138,32 @@ class StepState:
             )
         if not self._gives:
             self._take(found)
+        if self._layers_hooked:
+            self._share_of_layers(found, {} if self._gives else mine)
         if self._ends_epoch():
             self.check()
+
+    def _share_of_layers(
+        self, of_last: Mapping[_Key, Sequence[Change]], mine: Mapping[_Key, Sequence[Change]]
+    ) -> None:
+        """Give all stages what hooks of layers have changed on others than the last; collective.
+
+        Args:
+            of_last: what the last stage has changed. Where another stage has changed the same, it
+                comes from code before the trunk.
+            mine: what this stage has changed, if it is another one.
+        """
+        own = {
+            key: [c for c in some if not any(_overlap(c, d) for d in of_last.get(key, ()))]
+            for key, some in mine.items()
+        }
+        for rank, broadcast in enumerate(self._from):
+            if rank != self._source:
+                theirs = broadcast({key: some for key, some in own.items() if some})
+                if rank != self._pp.rank:
+                    self._take(theirs)
+        if self._gives:
+            self._after = self._looks()
 
     def check(self) -> None:
         """Refuse what steps have changed unseen; collective over the pipeline.
@@ -317,6 +350,22 @@ class StepState:
                         f"{NAME} = ({dotted(path, name)!r},) in the class "
                         f"{type(self._module).__name__}, or pp=1"
                     ) from error
+
+
+def _overlap(one: Change, other: Change) -> bool:
+    """Whether two changes are of one place, or of a place in the other's."""
+    return all(a == b for a, b in zip(one.path, other.path, strict=False))
+
+
+def _has_layer_hooks(module: nn.Module) -> bool:
+    """Whether the user has hooks on layers of a trunk of which this rank has a part."""
+    with weights_in_parts():  # without those of other stages
+        trunks = [part for part in module.modules() if isinstance(part, PipelineSequential)]
+        layers = [layer for trunk in trunks for layer in trunk.modules()]
+    hooks = (
+        h for x in layers for h in (*x._forward_hooks.values(), *x._forward_pre_hooks.values())
+    )
+    return any(is_users(hook) for hook in hooks)
 
 
 def _get(module: nn.Module, name: str) -> Any:

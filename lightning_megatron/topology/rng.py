@@ -211,6 +211,15 @@ class StepSeeds:
         finally:
             self._seed("between")
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Context of the latest batch on some of the ranks; afterwards all draw alike again."""
+        self.microbatch(0)
+        try:
+            yield
+        finally:
+            self._seed("between")
+
     def microbatch(self, index: int) -> None:
         """Seed the generators for the step on a microbatch."""
         self._seed("step", self._reader, index)

@@ -21,6 +21,7 @@ from typing import Any
 from lightning_megatron import ActivationConfig, PipelineConfig
 from tests.parallel.context_check.strangers import MIXING
 from tests.parity import (
+    around_steps,
     context_habits,
     context_items,
     epoch_ends,
@@ -126,6 +127,7 @@ LAYOUTS: dict[str, Layout] = {
             "num_microbatches": 4,
         },
     ),
+    "one rank": Layout(kind="one rank", ranks=1, options={}),
     "ep": Layout(kind="experts", options={"ep": 2}),
     "ep zero 0": Layout(kind="experts", options={"ep": 2, "zero": 0}, thorough=True),
     "ep zero 3": Layout(kind="experts", ranks=4, options={"ep": 2, "zero": 3}, thorough=True),
@@ -509,6 +511,91 @@ enter(
     "epochs",
     epoch_ends.FILLING,
     partial(_EPOCHS, also=("stages",), without=("stages of a V", "stages tp")),
+)
+
+# What users write around steps: outputs for hooks, metrics, samplers.
+_PARTS_OF_BATCHES = ("schedule", "microbatches")
+_TOLD = {  # each rank sees its own samples, and a hook their numbers
+    "kinds": _PARTS_OF_BATCHES,
+    "also": ("1f1b", "one rank in parts"),
+    "without": ("zero 2 in parts",),
+}
+_CUT_ANYHOW = {"kinds": (*_PARTS_OF_BATCHES, "data parallel", "schedule and others")}
+_OUTPUTS = partial(Entry, trainer={"num_sanity_val_steps": 0})
+enter(
+    "outputs",
+    around_steps.OUTPUTS,
+    partial(_OUTPUTS, **_TOLD),
+    # The sum over tokens is a mean to this package.
+    CountsTokens={**_CUT_ANYHOW, "aside": dict.fromkeys(_CUT_ANYHOW["kinds"], ("weights",))},
+    GathersOutputs=_CUT_ANYHOW,
+    NumberOfTrunkForHook={
+        "refused": {"schedule": r"training_step.*PipelineSequential returns a number for each"}
+    },
+    ReturnsUnlike={
+        "refused": dict.fromkeys(_PARTS_OF_BATCHES, r"training_step returns more.*not require grad")
+    },
+)
+enter(
+    "metrics",
+    around_steps.METRICS,
+    partial(Entry, kinds=(*_WITH_BOTH, "schedule")),
+)
+_SAMPLED = partial(Entry, trainer={"use_distributed_sampler": True, "max_epochs": 2})
+enter(
+    "samplers",
+    around_steps.SAMPLERS,
+    partial(_SAMPLED, kinds=("one rank", *SPLIT)),
+    # Which of the eight come first is not what one process draws.
+    Permuted={"aside": dict.fromkeys(("one rank", *SPLIT), ("weights",))},
+)
+
+_BY_INPUT = r"input of the PipelineSequential requires a gradient, and is no parameter"
+_EVERYWHERE: dict[str, Any] = {
+    "kinds": (*SPLIT, *_PARTS_OF_BATCHES, "schedule and others"),
+    "also": ("zero 1", "one rank in parts"),
+}
+enter(
+    "around steps",
+    around_steps.GRADIENTS,
+    partial(Entry, kinds=SPLIT),
+    HooksAccumulated=_EVERYWHERE,
+    NotesAccumulated={
+        "kinds": ("tp", *_PARTS_OF_BATCHES, "data parallel"),
+        "trainer": {"accumulate_grad_batches": 2},
+        "refused": dict.fromkeys(
+            ("data parallel", "zero 2 in parts"),
+            r"post_accumulate_grad_hook on a parameter, accumulate_grad_batches",
+        ),
+    },
+    # Under tp a layer is differentiated once.
+    GradientPenalty={
+        "kinds": ("pp", "data parallel"),
+        "without": ("zero 3",),
+        **_on_one_stage(_BY_INPUT),
+    },
+    Adversarial={"kinds": ("pp",), "thorough": True, **_on_one_stage(_BY_INPUT)},
+    Maml={
+        "kinds": ("data parallel", "pp"),
+        "thorough": True,
+        "also": ("zero 3",),
+        "apart": ("pp",),
+        "refused": {
+            "pp": _OF_ALL,
+            "zero 3": r"net\.up\.weight: torch\.autograd\.grad .*zero=2 or lower",
+        },
+    },
+    PenaltyByCriterion={"thorough": True, "also": ("zero 3",), **_on_one_stage(_OF_ALL)},
+    # Under tp what is compiled returns a part.
+    CompilesBeside={
+        "kinds": ("data parallel", "pp"),
+        "also": ("zero 3",),
+        **_staged(r"pp=2: parameter 'net.up.weight' is shared between"),
+    },
+    InTwo={"kinds": ("data parallel",), "also": ("zero 3",)},
+    # Data-parallel ranks log numbers of their own samples.
+    LogsEach={"kinds": ("tp", "pp")},
+    AdoptsDicts=_staged(r"pp=2: the module has no PipelineSequential"),
 )
 
 

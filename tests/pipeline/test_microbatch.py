@@ -1,4 +1,4 @@
-"""Cutting batches and putting results together."""
+"""Cutting batches."""
 
 from collections import namedtuple
 from typing import Any
@@ -14,7 +14,6 @@ from lightning_megatron.pipeline.microbatch import (
     MicrobatchRule,
     batch_size_of,
     detach,
-    merge,
     split,
 )
 
@@ -125,24 +124,6 @@ def test_fewer_samples_than_microbatches() -> None:
 )
 def test_batch_size(batch: Any, size: int | None) -> None:
     assert batch_size_of(batch) == size
-
-
-def test_merged_results_are_those_of_the_batch() -> None:
-    weights = (0.75, 0.25)
-    first = {"loss": torch.tensor(1.0), "y": torch.ones(3, 2), "f": 2.0, "n": 3, "s": "a"}
-    second = {"loss": torch.tensor(5.0), "y": torch.zeros(1, 2), "f": 6.0, "n": 1, "s": "b"}
-    merged = merge([first, second], weights)
-    assert merged["loss"].item() == 2.0
-    assert merged["y"].shape == (4, 2)
-    assert (merged["f"], merged["n"], merged["s"]) == (3.0, 1, "b")
-
-
-def test_results_that_do_not_fit_stay_a_list() -> None:
-    ragged = [torch.ones(2, 3), torch.ones(2, 4)]
-    assert merge(ragged, (0.5, 0.5)) == ragged
-    unlike = [{"a": 1}, {"b": 1}]
-    assert merge(unlike, (0.5, 0.5)) == unlike
-    assert merge(["one"], (1.0,)) == "one"
 
 
 def test_detach() -> None:

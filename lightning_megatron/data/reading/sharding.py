@@ -16,6 +16,7 @@ that epoch, the same order is drawn again, and sliced.
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -73,7 +74,11 @@ class DrawnOrder(Sampler[Any]):
         kept = HostRandomness.capture()
         seed_generators(SampleSeeds.of_epoch(self._seed, self._epoch, "order").base)
         try:
-            return list(self.sampler)
+            # As in one process, which goes on to the end for an incomplete batch alone: a sampler
+            # may draw once more there, and another order in the next epoch.
+            count, of = len(self.sampler), self._division
+            incomplete = count % (of.batch_size * of.ranks) and not of.drop_last
+            return list(self.sampler if incomplete else islice(self.sampler, count))
         finally:
             kept.restore()
 
@@ -235,8 +240,8 @@ def order_of(
         return sampler.divided(division)
     shuffle = _is_permutation(sampler)
     if divide and (shuffle or type(sampler) is SequentialSampler):
-        dataset: Any = dataloader.dataset
-        return ResumableSampler(dataset, shuffle=shuffle, seed=seed).divided(division)
+        # The samples that the sampler takes, which may be the first ones of the data set.
+        return ResumableSampler(sampler.data_source, shuffle=shuffle, seed=seed).divided(division)
     return DrawnOrder(sampler, seed, division)
 
 
@@ -308,10 +313,14 @@ def _with_order(dataloader: DataLoader[Any], order: Any) -> DataLoader[Any]:
 
 
 def _is_permutation(sampler: Any) -> bool:
-    """Whether ``sampler`` is what ``DataLoader(shuffle=True)`` makes: each sample once."""
+    """Whether ``sampler`` is what ``DataLoader(shuffle=True)`` makes: each sample once.
+
+    One with a generator of the user's has the order that this draws.
+    """
     torchdatas = type(sampler).__name__ == "RandomSampler" and _is_torchdatas(sampler)
     return (
         (type(sampler) is RandomSampler or torchdatas)
         and not sampler.replacement
+        and sampler.generator is None
         and len(sampler) == len(sampler.data_source)
     )

@@ -115,6 +115,21 @@ class Forward:
         with recorder.recording(), self._seeds.batch():
             yield on_microbatch, recorder
 
+    def once_more(self, name: str, args: Sequence[Any]) -> Any:
+        """Call a step on the whole batch, which has run in microbatches; only its output counts."""
+        recorder = LogRecorder(self.module)
+        recorder.begin_microbatch(None)
+        with (
+            recorder.recording(),
+            self._seeds.again(),
+            self._context(name),
+            self._trace(kept=False),
+            torch.no_grad(),
+        ):
+            if self._topology.pp.size > 1:
+                return getattr(self.module, name)(*args)
+            return self.parallel.step(name, *args)
+
     def gathered(self, call: Callable[[], Any]) -> Any:
         """Call what needs the parameters that are gathered for a step, wherever it is called."""
         if self._gathers:

@@ -16,7 +16,7 @@ is meant to clear and every hook fires in the ordinary order.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,15 +31,15 @@ from typing_extensions import override
 
 from lightning_megatron.adoption.generation import generate_together
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, merge
+from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of
 from lightning_megatron.pipeline.runner import Executor, LossOf, NoPipeline, Pipeline
 from lightning_megatron.pipeline.runner import Step as UserStep
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.run_log.sections import SectionClock
-from lightning_megatron.strategy.code_inspection import methods_of
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.strategy.router_bias import RouterBias
@@ -48,6 +48,7 @@ from lightning_megatron.strategy.step.evaluation import Evaluation
 from lightning_megatron.strategy.step.forward import Forward
 from lightning_megatron.strategy.step.gradients import BatchGradients
 from lightning_megatron.strategy.step.loss import LossShare, SampleCoupling, loss_and_tokens
+from lightning_megatron.strategy.step.outputs import BatchOutputs, has_more
 from lightning_megatron.tuning.fit_memory import FittingMicrobatch, NoReduction
 from lightning_megatron.zero.fully_sharded import FullySharded
 
@@ -76,6 +77,7 @@ class Steps:
         dtype: of losses and logged values.
         replay: brings what was logged to all stages.
         share_output: brings the output of the last stage to all stages.
+        outputs: makes one output of those of microbatches.
         coupling: warns of losses that couple samples of several microbatches.
         evaluation: runs the steps that do not train.
         router_bias: updates the biases of routers after optimizer steps.
@@ -106,6 +108,8 @@ class Steps:
         stage_ranks = parallel.transforms.stage_ranks or range(pp.size)
         self.last_rank = stage_ranks[-1]
         wide = any(p.dtype == torch.float64 for p in module.parameters())
+        if pp.size > 1:  # a stage may have no weights
+            wide = any(Peers.over(pp).all_gather(wide))
         self.dtype = torch.float64 if wide else torch.float32
         self.router_bias = RouterBias(parallel)
         self.forward = Forward(module, parallel, precision)
@@ -127,8 +131,9 @@ class Steps:
             self.executor = NoPipeline(self.forward.lengths, seeds, sections=clock)
         self.share_output = ObjectBroadcast(pp, pp.ranks[self.last_rank], device, host_group)
         self.replay = LogReplay(module, pp, self.last_rank, device, self.dtype, host_group)
+        self.outputs = BatchOutputs(self.forward, self.executor)
         self.evaluation = Evaluation(
-            self.forward, self.executor, self.cut, self.replay, self.share_output
+            self.forward, self.executor, self.cut, self.replay, self.share_output, self.outputs
         )
         speaks = topology.loss.rank == topology.tp.rank == 0  # on each stage, which has its own
         self.coupling = SampleCoupling(module, speaks=speaks)
@@ -189,12 +194,6 @@ class Steps:
     def keeps_gradients(self) -> bool:
         """Whether the module says itself which gradients are cleared."""
         return is_overridden("optimizer_zero_grad", self.module)
-
-    @cached_property
-    def outputs_are_used(self) -> bool:
-        """Whether hooks of the user's are given what steps return."""
-        callbacks: list[Any] = self.module.trainer.callbacks  # type: ignore[attr-defined]
-        return any("on_train_batch_end" in methods_of(one) for one in (self.module, *callbacks))
 
     def gathers_samples(self) -> None:
         """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch.
@@ -364,7 +363,7 @@ class InterleavedStep(Step):
                 count = len(batch.microbatches)
                 outputs = steps.executor.train(batch.call, batch.loss_of, count, data)
         data.finish()
-        return self._finish(batch, outputs[: batch.microbatches.counted])
+        return self._finish(batch, args, outputs[: batch.microbatches.counted])
 
     def attempt(self, args: Sequence[Any]) -> tuple[_InMicrobatches, list[Any]]:
         """Forward and backward of a batch on trial, without communication."""
@@ -399,6 +398,7 @@ class InterleavedStep(Step):
         forward = steps.forward.on_microbatches(
             "training_step", args, microbatches, counts=share.counts
         )
+        steps.outputs.begin("training_step")
         with self._within(), forward as (call, recorder):
             loss_of, rows = self._loss_of(microbatches), batch_size_of(args[0])
             yield _InMicrobatches(microbatches, recorder, call, loss_of, rows)
@@ -428,11 +428,12 @@ class InterleavedStep(Step):
 
         return loss_of
 
-    def _finish(self, batch: _InMicrobatches, outputs: Sequence[Any]) -> Any:
+    def _finish(self, batch: _InMicrobatches, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Share what the steps returned, and keep their gradients.
 
         Args:
             batch: that has run.
+            args: of ``training_step``.
             outputs: of the last stage; elsewhere there are none.
         """
         steps, parallel = self._steps, self._steps.parallel
@@ -443,19 +444,30 @@ class InterleavedStep(Step):
         if tokens is not None:
             parallel.gradients.scale(parallel.topology.loss.size / tokens)
         self._gradients.keep()
-        return self._output(outputs, batch.microbatches, loss)
+        return self._output(args, outputs, batch.microbatches, loss)
 
-    def _output(self, outputs: Sequence[Any], microbatches: Microbatches, loss: Tensor) -> Any:
+    def _output(
+        self, args: Sequence[Any], outputs: Sequence[Any], microbatches: Microbatches, loss: Tensor
+    ) -> Any:
         """Output of the batch, on every stage."""
-        steps = self._steps
-        merged = merge(outputs, microbatches.weights[: len(outputs)]) if outputs else None
-        if isinstance(steps.executor, Pipeline) and steps.outputs_are_used:
+        steps, more = self._steps, None
+        if outputs and steps.outputs.are_used("training_step"):
+            more = self._beside_loss(args, outputs, microbatches)
+        if isinstance(steps.executor, Pipeline) and steps.outputs.are_used("training_step"):
             # Only what goes beside the loss travels: the loss is there.
-            more = steps.forward.as_whole(merged) if _has_more(merged) else None
-            merged = steps.share_output(more)
-        return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
+            more = steps.share_output(steps.forward.as_whole(more))
+        if isinstance(more, ConfigError):
+            raise more
+        return loss if more is None else {**more, "loss": loss}
 
-
-def _has_more(output: Any) -> bool:
-    """Whether a step has returned more than its loss."""
-    return isinstance(output, Mapping) and bool(output.keys() - {"loss", "num_tokens"})
+    def _beside_loss(
+        self, args: Sequence[Any], outputs: Sequence[Any], microbatches: Microbatches
+    ) -> Any:
+        """What a hook gets beside the loss, or the error that all stages are to raise."""
+        if not has_more("training_step", outputs[0]):
+            _, tokens = loss_and_tokens(outputs[0])
+            return None if tokens is None else {"num_tokens": sum(x["num_tokens"] for x in outputs)}
+        try:
+            return self._steps.outputs.of_batch("training_step", args, outputs, microbatches)
+        except ConfigError as error:
+            return error
