@@ -87,6 +87,20 @@ def runs_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def runs_function() -> bool:
+    """Whether the forward of an autograd function runs in this thread (2.11-2.13).
+
+    Torch switches forward-mode differentiation off for it, and otherwise in inference mode alone.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def input_shape(node: Any, place: int) -> torch.Size:
+    """Shape of the gradients that a node of autograd takes at a place (2.11-2.13)."""
+    shape: torch.Size = node._input_metadata[place].shape
+    return shape
+
+
 def break_graph() -> None:
     """End the graph that a compiler traces, before the call that leads here (2.11-2.13)."""
     importlib.import_module("torch._dynamo").graph_break()

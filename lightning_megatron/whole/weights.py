@@ -47,6 +47,7 @@ from lightning_megatron._torch.graphs import (
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.whole import split_rules, split_tensor
+from lightning_megatron.whole.autograd_functions import InFunction
 from lightning_megatron.whole.copied_view import as_views, copies_in
 from lightning_megatron.whole.divided_gradient import LooksWhole
 from lightning_megatron.whole.memory import computes_with_part, traces_users_code
@@ -110,6 +111,15 @@ class SplitWeight(SplitTensor):
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return locked(func, super().__torch_function__(func, types, args, kwargs))
+
+
+class _WeightInFunction(InFunction, SplitWeight):
+    """The same, computed in the forward of a user's function for autograd."""
+
+    outside = SplitWeight
+
+
+SplitWeight.inside = _WeightInFunction
 
 
 class PartTensor(_PartOfWeight):
