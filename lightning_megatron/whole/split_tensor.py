@@ -40,7 +40,15 @@ from lightning_megatron.whole.autograd_functions import InFunction, in_function
 from lightning_megatron.whole.memory import traces_users_code
 from lightning_megatron.whole.rules import DividedTensor
 from lightning_megatron.whole.split_rules import marked_as
-from lightning_megatron.whole.splits import Split, beside, marked, own_part, split_of, whole_shape
+from lightning_megatron.whole.splits import (
+    Split,
+    beside,
+    marked,
+    own_part,
+    split_of,
+    whole,
+    whole_shape,
+)
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
     Args,

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from typing_extensions import override
 
 from lightning_megatron._torch.graphs import (
@@ -60,7 +61,7 @@ from lightning_megatron.whole.part_numbers import (
 )
 from lightning_megatron.whole.places import Place
 from lightning_megatron.whole.split_tensor import SplitTensor, gradients
-from lightning_megatron.whole.splits import marked, place_of, split_of
+from lightning_megatron.whole.splits import marked, part_of, place_of, split_of, whole
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
     Args,
@@ -140,7 +141,7 @@ _PIPELINE = _Pipeline()
 
 
 class WeightParts:
-    """The classes of a module's parameters while a run lasts.
+    """The classes of a module's parameters while a run lasts; buffers are whole.
 
     Args:
         places: parameters of which this rank has a part, and their places.
@@ -148,6 +149,7 @@ class WeightParts:
 
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
         self._parts = list(places)
+        self._buffers = register_module_buffer_registration_hook(_whole_buffer)
         _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
         if self._parts:
             compare_memory_of_recomputed()
@@ -173,12 +175,21 @@ class WeightParts:
 
     def end(self) -> None:
         """Let the parameters be plain again."""
+        self._buffers.remove()
         with DisableTorchFunctionSubclass():
             for weight, _ in self._parts:
                 for tensor in (weight, weight.grad):
                     _unmark(tensor, is_weight=tensor is weight)
         self._parts = []
         _PIPELINE.runs = False
+
+
+def _whole_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
+    """Gather what becomes a buffer, which is state that a checkpoint takes from one rank."""
+    if split_of(buffer) is None and part_of(buffer) is None:
+        return None
+    gathered: Tensor = whole(buffer)
+    return gathered
 
 
 def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:
