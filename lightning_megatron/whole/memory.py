@@ -24,6 +24,7 @@ from lightning_megatron._torch.graphs import (
     DisableTorchFunctionSubclass,
     EnableTorchFunction,
     asks_classes,
+    break_graph,
 )
 
 P = ParamSpec("P")
@@ -70,6 +71,7 @@ def own_weights(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
+            _leave_graph_of_users()
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         _SCOPES.layers.append(None)
@@ -88,6 +90,7 @@ def weights_of_self(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
+            _leave_graph_of_users()
             with DisableTorchFunctionSubclass():
                 return method(*args, **kwargs)
         _SCOPES.layers.append(args[0])  # type: ignore[arg-type]
@@ -135,6 +138,17 @@ def own_graph() -> Iterator[None]:
 def traces_users_code() -> bool:
     """Whether a compiler traces a function of the user's, outside of layers."""
     return torch.compiler.is_compiling() and not _GRAPHS.ours
+
+
+def _leave_graph_of_users() -> None:
+    """Call a layer for what it is where a user's compiler traces it: a graph has plain parts."""
+    if traces_users_code():
+        break_graph()
+
+
+def marked_functions() -> tuple[Callable[..., Any], ...]:
+    """Functions with the code of all that `own_weights` and `weights_of_self` make."""
+    return own_weights(scopes), weights_of_self(scopes)
 
 
 def scopes() -> tuple[nn.Module | None, ...]:

@@ -51,7 +51,7 @@ from lightning_megatron.whole import split_rules, split_tensor
 from lightning_megatron.whole.autograd_functions import InFunction
 from lightning_megatron.whole.copied_view import as_views, copies_in
 from lightning_megatron.whole.divided_gradient import LooksWhole
-from lightning_megatron.whole.memory import computes_with_part, traces_users_code
+from lightning_megatron.whole.memory import computes_with_part, marked_functions, traces_users_code
 from lightning_megatron.whole.part_numbers import (
     LEARNING,
     WholeOfParts,
@@ -153,8 +153,9 @@ class WeightParts:
         _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
         if self._parts:
             compare_memory_of_recomputed()
-            for rules_of in (_apply, SplitTensor.__torch_function__.__func__):  # type: ignore[attr-defined]
-                compile_with_callers_only(rules_of)
+            rules_of: Any = SplitTensor.__torch_function__
+            for function in (_apply, rules_of.__func__, *marked_functions()):
+                compile_with_callers_only(function)
         self.show(self._parts)
 
     def show(self, parts: Sequence[tuple[nn.Parameter, Place]]) -> None:
