@@ -95,6 +95,11 @@ def runs_function() -> bool:
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+def differentiates_again() -> bool:
+    """Whether a backward that runs will be differentiated itself (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def input_shape(node: Any, place: int) -> torch.Size:
     """Shape of the gradients that a node of autograd takes at a place (2.11-2.13)."""
     shape: torch.Size = node._input_metadata[place].shape
