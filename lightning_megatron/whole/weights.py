@@ -33,7 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from typing_extensions import override
 
 from lightning_megatron._torch.graphs import (
@@ -149,7 +152,10 @@ class WeightParts:
 
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
         self._parts = list(places)
-        self._buffers = register_module_buffer_registration_hook(_whole_buffer)
+        self._hooks = [
+            register_module_buffer_registration_hook(_whole_buffer),
+            register_module_parameter_registration_hook(_check_owner),
+        ]
         _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
         if self._parts:
             compare_memory_of_recomputed()
@@ -176,7 +182,8 @@ class WeightParts:
 
     def end(self) -> None:
         """Let the parameters be plain again."""
-        self._buffers.remove()
+        for hook in self._hooks:
+            hook.remove()
         with DisableTorchFunctionSubclass():
             for weight, _ in self._parts:
                 for tensor in (weight, weight.grad):
@@ -185,12 +192,23 @@ class WeightParts:
         _PIPELINE.runs = False
 
 
-def _whole_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
+def _whole_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
     """Gather what becomes a buffer, which is state that a checkpoint takes from one rank."""
     if split_of(buffer) is None and part_of(buffer) is None:
         return None
-    gathered: Tensor = whole(buffer)
-    return gathered
+    return whole(buffer)
+
+
+def _check_owner(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Refuse a part in another place: checkpoints know of it by the name in its layer."""
+    place = place_of(parameter)
+    if place is not None and place.is_cut and module._parameters.get(name) is not parameter:
+        raise ConfigError(
+            f"{place.name}: it becomes another parameter, {name}, amid a run, as by "
+            "torch.nn.utils.prune and parametrizations, and each rank holds a part of it; nearest "
+            "valid: the same before the Trainer starts on a layer of torch.nn, zeros by hand "
+            "(weight.data[weight.abs() < least] = 0), or tp=1 and zero=2 or lower"
+        )
 
 
 def _unmark(tensor: Tensor | None, *, is_weight: bool) -> None:
