@@ -372,18 +372,12 @@ def twice(
             "differentiates once; nearest valid: precision='32-true' or 'bf16-true', and "
             "sequence_parallel=False"
         )
-    wanted = [place for place, x in enumerate(inputs) if x is not None and needs[place]]
+    wanted = {n: x for n, x in enumerate(inputs) if x is not None and needs[n]}
     with torch.enable_grad():
-        found = torch.autograd.grad(
-            function(*inputs),
-            [inputs[place] for place in wanted],  # type: ignore[misc]
-            gradients,
-            create_graph=True,
-        )
-    every: list[Tensor | None] = [None] * len(inputs)
-    for place, gradient in zip(wanted, found, strict=True):
-        every[place] = gradient
-    return every
+        outputs, given = function(*inputs), list(wanted.values())
+        found = torch.autograd.grad(outputs, given, gradients, create_graph=True)
+    of_each = dict(zip(wanted, found, strict=True))
+    return [of_each.get(n) for n in range(len(inputs))]
 
 
 def linear_gradients(

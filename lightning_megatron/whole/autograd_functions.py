@@ -107,17 +107,21 @@ def _settle(tensors: list[Any]) -> None:
     """Give outputs of functions their classes, and watch the nodes that they come from."""
     with DisableTorchFunctionSubclass():
         for x in tensors:
-            if not isinstance(x, InFunction):  # it was there twice
+            outside = getattr(type(x), "outside", None)
+            if outside is None:  # it was there twice
                 continue
-            x.__class__ = x.outside
+            x.__class__ = outside
             node, split, topology = x.grad_fn, split_of(x), x.__dict__.pop("_topology", None)
             if isinstance(node, BackwardCFunction) and not _is_ours(node):
-                if not isinstance(node, _Node):
-                    node.__class__ = _with_parts(type(node))
-                    known: Any = node
-                    known._outputs = {}
-                    known._topology = topology if split is None else split.topology
-                node._outputs[x.output_nr] = type(x), split  # type: ignore[attr-defined]
+                _watch(node, topology if split is None else split.topology)
+                node._outputs[x.output_nr] = outside, split
+
+
+def _watch(node: Any, topology: Topology) -> None:
+    """Have a node mark what its backward gets, and fit what it returns."""
+    if not isinstance(node, _Node):
+        node.__class__ = _with_parts(type(node))
+        node._outputs, node._topology = {}, topology
 
 
 def _is_ours(node: Any) -> bool:
@@ -137,12 +141,12 @@ class _Node:
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         """Saved tensors; an output that was saved comes back split."""
-        found = super().saved_tensors  # type: ignore[misc]
+        found: tuple[Any, ...] = super().saved_tensors  # type: ignore[misc]
         with DisableTorchFunctionSubclass():
             for x in found:
                 if type(x) is Tensor and x.grad_fn is self:
                     self._mark(x, x.output_nr)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def apply(self, *gradients: Any) -> Any:
         """Call the backward."""

@@ -25,11 +25,14 @@ from lightning_megatron._torch.graphs import (
     EnableTorchFunction,
     asks_classes,
     break_graph,
+    runs_transform,
 )
+from lightning_megatron.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Scopes(threading.local):
@@ -46,6 +49,7 @@ class _Graphs:
 _SCOPES = _Scopes()
 _GRAPHS = _Graphs()
 _MARK = "_marks_weights"
+_TRANSFORMED = "_in_transforms"
 
 
 def computes_with_part(weights: Iterable[Tensor]) -> bool:
@@ -74,6 +78,8 @@ def own_weights(function: Callable[P, R]) -> Callable[P, R]:
             _leave_graph_of_users()
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if runs_transform():
+            _check_transform(function, args)
         _SCOPES.layers.append(None)
         try:
             return function(*args, **kwargs)
@@ -144,6 +150,22 @@ def _leave_graph_of_users() -> None:
     """Call a layer for what it is where a user's compiler traces it: a graph has plain parts."""
     if traces_users_code():
         break_graph()
+
+
+def transformed(forward: F) -> F:
+    """Mark a layer's forward that ``torch.vmap`` and transforms of ``torch.func`` can take."""
+    setattr(forward, _TRANSFORMED, True)
+    return forward
+
+
+def _check_transform(function: Callable[..., Any], args: Any) -> None:
+    layer: Any = args[0] if args else None
+    if getattr(layer, "tp_size", 1) > 1 and not hasattr(function, _TRANSFORMED):
+        raise ConfigError(
+            f"tp={layer.tp_size}: {type(layer).__name__} within torch.vmap or a transform of "
+            "torch.func, where layers of one process alone can be; nearest valid: tp=1, a layer of "
+            "torch.nn, or torch.autograd.grad(..., create_graph=True) in their place"
+        )
 
 
 def marked_functions() -> tuple[Callable[..., Any], ...]:

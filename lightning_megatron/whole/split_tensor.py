@@ -27,7 +27,9 @@ from typing_extensions import override
 from lightning_megatron._torch.graphs import (
     DisableTorchFunctionSubclass,
     break_graph,
+    outside_transforms,
     runs_function,
+    runs_transform,
 )
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from
@@ -90,6 +92,10 @@ class SplitTensor(DividedTensor):
         if any(getattr(kind, "handles_split_tensors", False) for kind in types):
             return NotImplemented
         kind = kind_of(func)
+        if runs_transform() and kind not in _OF_TENSOR:
+            with outside_transforms():  # which knows parts as plain tensors
+                args, kwargs = whole((args, kwargs or {}))
+            return func(*args, **kwargs)
         if kind == "backward":  # whose hooks are others' code
             return _backward(*args, **(kwargs or {}))
         if kind == "backward_of_all":
@@ -264,7 +270,7 @@ def _backward_of_all(
 def _own_gradient(gradient: Tensor, of: Tensor, shape: torch.Size) -> Tensor:
     """Gradient of what this rank has of an output."""
     split = split_of(of)
-    return whole(gradient) if split is None else own_part(_part_like(gradient, split, shape))  # type: ignore[no-any-return]
+    return whole(gradient) if split is None else own_part(_part_like(gradient, split, shape))
 
 
 def gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -326,6 +332,7 @@ def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
     return x_nv.reshape(-1, x_nv.shape[-1]), targets.reshape(-1), split.axis
 
 
+_OF_TENSOR = frozenset(("format", "shape", "learning", "version"))
 RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(OF_MEMORY, _of_part),
     "shape": _shape,

@@ -80,7 +80,7 @@ def _twice(ctx: Any, grad_n: Tensor) -> Tensor:
         of_all = gather_from(terms_tn.unsqueeze(0), ctx.axis, 0)
         loss_n, _ = _loss_of_all(of_all, vocabulary, smoothing, z)
         loss_n = loss_n.masked_fill(ignored_n, 0)
-        (found,) = torch.autograd.grad(loss_n, logits_nv, grad_n, create_graph=True)
+        found: Tensor = torch.autograd.grad(loss_n, logits_nv, grad_n, create_graph=True)[0]
     return found
 
 

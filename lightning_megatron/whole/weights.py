@@ -44,6 +44,8 @@ from lightning_megatron._torch.graphs import (
     break_graph,
     compare_memory_of_recomputed,
     compile_with_callers_only,
+    outside_transforms,
+    prepare_for_transforms,
     runs_compiled_backward,
     tree_flatten,
     tree_map,
@@ -157,6 +159,7 @@ class WeightParts:
             register_module_parameter_registration_hook(_check_owner),
         ]
         _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
+        self._undo = prepare_for_transforms(_whole_arguments) if self._parts else None
         if self._parts:
             compare_memory_of_recomputed()
             rules_of: Any = SplitTensor.__torch_function__
@@ -184,6 +187,8 @@ class WeightParts:
         """Let the parameters be plain again."""
         for hook in self._hooks:
             hook.remove()
+        if self._undo is not None:
+            self._undo()
         with DisableTorchFunctionSubclass():
             for weight, _ in self._parts:
                 for tensor in (weight, weight.grad):
@@ -197,6 +202,15 @@ def _whole_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
     if split_of(buffer) is None and part_of(buffer) is None:
         return None
     return whole(buffer)
+
+
+def _whole_arguments(tree: Any) -> Any:
+    """Arguments of scripts and of ``torch.func``, which ask no class."""
+    leaves = tree_flatten(tree)[0]
+    if all(split_of(x) is None and part_of(x) is None and place_of(x) is None for x in leaves):
+        return tree
+    with outside_transforms():
+        return tree_map(whole_weight, whole(tree))
 
 
 def _check_owner(module: nn.Module, name: str, parameter: Tensor | None) -> None:

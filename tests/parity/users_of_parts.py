@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.norm import RMSNorm
 from tests.parity.plain_modules import draw
 from tests.parity.strangers import CLASSES, Stranger
 
@@ -353,22 +354,6 @@ class Centre(Split):
         super().__init__()
         self.register_buffer("centre", torch.zeros(CLASSES))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        logits = self.net(x)
-        loss = F.cross_entropy(logits - self.centre, y)
-        mean = self.all_gather(logits.detach().mean(0)).reshape(-1, CLASSES).mean(0)
-        self.centre = 0.9 * self.centre + 0.1 * mean
-        return loss
-
-
-class PlainCentre(Split):
-    """The same without a word about other ranks: each has the centre of its samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(CLASSES))
-
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.net(x)
         loss = F.cross_entropy(logits - self.centre, y)
@@ -502,16 +487,19 @@ class InnerLoop(Stranger):
         return F.cross_entropy(torch.func.functional_call(self.net, fast, (x,)), y)
 
 
-class InnerLoopFirstOrder(Stranger):
-    """The same without second derivatives, on one layer and by hand."""
+class NormedNetwork(Split):
+    """A layer of this package that no transform of torch.func takes."""
+
+    def make_net(self) -> PipelineSequential:
+        return PipelineSequential(
+            up=ColumnParallelLinear(6, 8),
+            norm=RMSNorm(8),
+            down=RowParallelLinear(8, 6),
+            head=ColumnParallelLinear(6, CLASSES),
+        )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        w, b = self.net.head.weight, self.net.head.bias
-        h = self.net[:-1](x) if False else self.net(x)
-        loss = F.cross_entropy(h, y)
-        u = self.net.up.weight
-        (g,) = torch.autograd.grad(loss, u, retain_graph=True)
-        return loss + 0.1 * (u - 0.1 * g).square().sum() + 0 * (w.sum() + b.sum())
+        return F.cross_entropy(torch.vmap(self.net)(x), y)
 
 
 USERS: dict[str, type[Stranger]] = {

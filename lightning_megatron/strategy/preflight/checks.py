@@ -548,9 +548,9 @@ def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1, ep: int = 1) 
                 if is_parametrized(layer, leaf)
             ]
             problems += [
-                f"{name}.{leaf}: pruned, or computed by a hook before each forward (the weight_norm "
-                f"and spectral_norm of torch.nn.utils), and {axis}={degree} slices it as a "
-                f"parameter; nearest valid: {without}"
+                f"{name}.{leaf}: pruned, or computed before each forward (by weight_norm or "
+                f"spectral_norm of torch.nn.utils), and {axis}={degree} slices it as a parameter; "
+                f"nearest valid: {without}"
                 for leaf in layer.shard_dims()
                 if leaf in vars(layer)
             ]
