@@ -113,15 +113,18 @@ def _settle(tensors: list[Any]) -> None:
             x.__class__ = outside
             node, split, topology = x.grad_fn, split_of(x), x.__dict__.pop("_topology", None)
             if isinstance(node, BackwardCFunction) and not _is_ours(node):
-                _watch(node, topology if split is None else split.topology)
-                node._outputs[x.output_nr] = outside, split
+                outputs = _outputs(node, topology if split is None else split.topology)
+                outputs[x.output_nr] = outside, split
 
 
-def _watch(node: Any, topology: Topology) -> None:
-    """Have a node mark what its backward gets, and fit what it returns."""
+def _outputs(node: Any, topology: Topology) -> dict[int, Any]:
+    """Outputs of a node, which from now on marks what its backward gets, and fits its results."""
     if not isinstance(node, _Node):
-        node.__class__ = _with_parts(type(node))
+        kind: Any = type(node)
+        node.__class__ = _with_parts(kind)
         node._outputs, node._topology = {}, topology
+    found: dict[int, Any] = node._outputs
+    return found
 
 
 def _is_ours(node: Any) -> bool:
@@ -142,9 +145,10 @@ class _Node:
     def saved_tensors(self) -> tuple[Any, ...]:
         """Saved tensors; an output that was saved comes back split."""
         found: tuple[Any, ...] = super().saved_tensors  # type: ignore[misc]
+        own: Any = self
         with DisableTorchFunctionSubclass():
             for x in found:
-                if type(x) is Tensor and x.grad_fn is self:
+                if type(x) is Tensor and x.grad_fn is own:
                     self._mark(x, x.output_nr)
         return found
 
