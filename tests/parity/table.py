@@ -29,6 +29,7 @@ from tests.parity import (
     plain_modules,
     split_logits,
     strangers,
+    users_of_parts,
 )
 from tests.parity.prove import Entry, Layout
 
@@ -236,7 +237,7 @@ enter(
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     Copies=_whole(rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather"),
-    Prunes=_whole(rf"used in Prunes\.training_step: .*{_KEPT}write into"),
+    Prunes=_whole(r"net\.0\.weight: it becomes another parameter, weight_orig.*zero=2 or lower"),
     Averages=_whole(r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2"),
     AveragesEvenly=_whole(r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2"),
     ReducesByHand=_GRADIENTS,
@@ -345,6 +346,47 @@ TABLE["logits/NextLetter"] = Entry(
     },
     trainer={"num_sanity_val_steps": 0},
     seed=3,
+)
+
+
+# What gets parts of tensors without torch asking their class, as functions for autograd do.
+_ONLY_TP: dict[str, Any] = {"kinds": ("tp",)}
+_SAVED = {"kinds": ("tp", "pp"), "trainer": {"enable_checkpointing": True}}
+_MOVES = r"net\.up\.weight: it becomes another parameter, weight_orig, amid a run"
+_PRUNED = {"refused": {"tp": r"net\.up\.weight: pruned, or computed before each forward .*tp=2"}}
+_TWICE_DIFFERENTIATED = {"kinds": ("data parallel", "tp")}
+enter(
+    "parts",
+    users_of_parts.USERS,
+    partial(Entry, kinds=SPLIT, thorough=True, also=("tp",)),
+    **dict.fromkeys(("WeightByFunction", "Recomputes", "Deviation", "TiedHead"), _ONLY_TP),
+    **dict.fromkeys(("Centre", "Features"), _SAVED),
+    MapsNetwork={
+        "kinds": ("tp", "pp"),
+        "refused": {"pp": r"PipelineSequential was called within torch\.vmap .*pp=1 and cp=1"},
+    },
+    NormedNetwork={
+        **_ONLY_TP,
+        "refused": {"tp": r"tp=2: RMSNorm within torch\.vmap or a transform of torch\.func"},
+    },
+    CompiledModule={"also": ()},
+    CompiledBeside={**_ONLY_TP, "also": ()},
+    Pruned=_PRUNED,
+    OldWeightNorm={**_PRUNED, "also": ()},
+    PrunedInHook={**_ONLY_TP, "refused": {"tp": _MOVES}},
+    PrunedByCallback={
+        "kinds": ("data parallel", "tp"),
+        "also": (),
+        "refused": dict.fromkeys(("tp", "zero 3"), _MOVES),
+    },
+    GradientPenalty={
+        **_TWICE_DIFFERENTIATED,
+        "refused": {"zero 3": r"GradientPenalty: a backward needed weights .*create_graph=True"},
+    },
+    InnerLoop={
+        **_TWICE_DIFFERENTIATED,
+        "refused": {"zero 3": r"net\.up\.weight: torch\.autograd\.grad of a weight .*zero=2"},
+    },
 )
 
 

@@ -17,6 +17,7 @@ from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm
+from tests.parity import context_habits
 from tests.parity.plain_modules import draw
 from tests.parity.strangers import CLASSES, Stranger
 
@@ -150,7 +151,7 @@ class Same(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad / (1 + grad.norm(dim=-1, keepdim=True))
+        return grad - 0.5 * grad.mean(-1, keepdim=True)
 
 
 class Precomputed(torch.autograd.Function):
@@ -263,15 +264,18 @@ class Recomputes(Split):
 # Scripts, transforms and compilers ----------------------------------------------------------------
 
 
-@torch.jit.script
 def focal(logits: Tensor, y: Tensor) -> Tensor:
     log_p = torch.log_softmax(logits, -1).gather(1, y[:, None])[:, 0]
     return -((1 - log_p.exp()) ** 2 * log_p).mean()
 
 
 class Scripted(Split):
+    def __init__(self) -> None:
+        super().__init__()
+        self.focal = torch.jit.script(focal)
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = focal(self.net(x), y)
+        found: Tensor = self.focal(self.net(x), y)
         return found
 
 
@@ -300,21 +304,6 @@ class MapsNetwork(Split):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         jacobian = torch.vmap(torch.func.jacrev(self.net))(x)
         return F.cross_entropy(self.net(x), y) + 0.1 * jacobian.square().mean()
-
-
-class CompiledLoss(Split):
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = torch.compile(focal_eager, backend="aot_eager")
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = self.criterion(self.net(x), y)
-        return found
-
-
-def focal_eager(logits: Tensor, y: Tensor) -> Tensor:
-    log_p = torch.log_softmax(logits, -1).gather(1, y[:, None])[:, 0]
-    return -((1 - log_p.exp()) ** 2 * log_p).mean()
 
 
 class CompiledModule(Split):
@@ -435,16 +424,9 @@ class TiedHead(Stranger):
         return draw(high=8, step=step), draw(high=8, step=step + 50)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        table = self.net.embedding.weight
-        return F.cross_entropy(F.linear(self.net(x), table, self.bias), y)
-
-
-class TiedHeadPlain(TiedHead):
-    """The same without a bias, and by an operator."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         h, table = self.net(x), self.net.embedding.weight
-        return F.cross_entropy(F.linear(h, table), y) + (h @ table.T).square().mean()
+        loss = F.cross_entropy(F.linear(h, table, self.bias), y)
+        return loss + (F.linear(h, table) + h @ table.T).square().mean()
 
 
 class WeightNoise(Stranger):
@@ -502,8 +484,53 @@ class NormedNetwork(Split):
         return F.cross_entropy(torch.vmap(self.net)(x), y)
 
 
+# Sequences over cp --------------------------------------------------------------------------------
+
+
+class Drops(context_habits.Block):
+    """A block that is left out by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.5 else super().forward(x)
+
+
+class DropsLayers(context_habits.Shifts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(
+            tokens=VocabParallelEmbedding(context_habits.VOCABULARY, context_habits.WIDTH),
+            blocks=[Drops() for _ in range(4)],
+            head=ColumnParallelLinear(context_habits.WIDTH, context_habits.VOCABULARY),
+        )
+
+
+class Statistics(context_habits.Shifts):
+    """A forward hook notes what a layer has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.norm.register_forward_hook(self.look)
+
+    def look(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self.note(output.detach().abs().mean())
+
+
+class ContextCentre(context_habits.Shifts):
+    """A running mean of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(context_habits.VOCABULARY))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch)
+        self.centre = 0.9 * self.centre + 0.1 * logits.detach()[0, 1]
+        return (logits - self.centre).square().mean()
+
+
 USERS: dict[str, type[Stranger]] = {
     cls.__name__: cls
     for cls in list(globals().values())
     if isinstance(cls, type) and issubclass(cls, Stranger) and cls not in (Stranger, Split)
 }
+CONTEXT = {cls.__name__: cls for cls in (DropsLayers, Statistics, ContextCentre)}
