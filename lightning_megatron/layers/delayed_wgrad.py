@@ -352,6 +352,8 @@ def twice(
     gradients: Sequence[Tensor],
     needs: Sequence[bool],
     gemm: Sequence[GemmBackend | None],
+    *,
+    sequence: bool = False,
 ) -> list[Tensor | None]:
     """Gradients of a linear layer that can be differentiated, by those of torch's functions.
 
@@ -361,11 +363,13 @@ def twice(
         gradients: gradients of its outputs.
         needs: whether each input needs a gradient.
         gemm: backends of the layer's products.
+        sequence: whether activations are split along the sequence.
 
     Raises:
-        ConfigError: the products are those of a backend, or the input was cast.
+        ConfigError: the products are those of a backend, or the input was cast or gathered.
     """
-    if any(gemm) or (needs[0] and not (inputs[0] is not None and inputs[0].requires_grad)):
+    is_cast = needs[0] and not (inputs[0] is not None and inputs[0].requires_grad)
+    if any(gemm) or is_cast or sequence:
         raise ConfigError(
             "create_graph=True: the gradient of a gradient through a linear layer that computes in "
             "FP8, in the format of autocast or under sequence_parallel=True, whose backward "

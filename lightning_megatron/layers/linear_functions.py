@@ -188,7 +188,7 @@ def _column_twice(ctx: Any, x: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor 
         return tuple(F.linear(given, w, b) for w, b in pairs if w is not None)
 
     needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[5:])
-    found = twice(layers, (x, *ctx.parameters), grads, needs, ctx.gemm)
+    found = twice(layers, (x, *ctx.parameters), grads, needs, ctx.gemm, sequence=ctx.sequence)
     return found[0], None, None, None, None, *found[1:]
 
 
@@ -199,7 +199,8 @@ def _row_twice(ctx: Any, x: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         y = reduce_from(F.linear(x, weight), ctx.axis)
         return y if bias is None else y + bias
 
-    found = twice(layer, (x, *ctx.parameters), (grad,), ctx.needs_input_grad, (ctx.gemm,))
+    needs, backends, sequence = ctx.needs_input_grad, (ctx.gemm,), ctx.sequence
+    found = twice(layer, (x, *ctx.parameters), (grad,), needs, backends, sequence=sequence)
     return *found, None, None, None, None
 
 

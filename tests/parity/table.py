@@ -354,7 +354,6 @@ _ONLY_TP: dict[str, Any] = {"kinds": ("tp",)}
 _SAVED = {"kinds": ("tp", "pp"), "trainer": {"enable_checkpointing": True}}
 _MOVES = r"net\.up\.weight: it becomes another parameter, weight_orig, amid a run"
 _PRUNED = {"refused": {"tp": r"net\.up\.weight: pruned, or computed before each forward .*tp=2"}}
-_TWICE_DIFFERENTIATED = {"kinds": ("data parallel", "tp")}
 enter(
     "parts",
     users_of_parts.USERS,
@@ -364,6 +363,7 @@ enter(
     MapsNetwork={
         "kinds": ("tp", "pp"),
         "refused": {"pp": r"PipelineSequential was called within torch\.vmap .*pp=1 and cp=1"},
+        "apart": ("pp",),
     },
     NormedNetwork={
         **_ONLY_TP,
@@ -380,13 +380,10 @@ enter(
         "refused": dict.fromkeys(("tp", "zero 3"), _MOVES),
     },
     GradientPenalty={
-        **_TWICE_DIFFERENTIATED,
+        "kinds": ("data parallel", "tp"),
         "refused": {"zero 3": r"GradientPenalty: a backward needed weights .*create_graph=True"},
     },
-    InnerLoop={
-        **_TWICE_DIFFERENTIATED,
-        "refused": {"zero 3": r"net\.up\.weight: torch\.autograd\.grad of a weight .*zero=2"},
-    },
+    InnerLoop=_ONLY_TP,
 )
 
 
