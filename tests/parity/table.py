@@ -518,7 +518,7 @@ enter(
 )
 for _name, _words in {
     "LeavesLosses": r"cp=2: net\.block.* leaves a tensor in losses",
-    "Hooks": r"self\.features: .*one of cp=2 parts",
+    "Hooks": r"cp=2: net\.norm \(LayerNorm\) has a forward hook",
     "ReadsLate": r"register_hook of the output of a PipelineSequential .*cp > 1",
     "DifferentiatesLate": r"grad of the output of a PipelineSequential",
     "Carries": r"cp=2",
@@ -533,6 +533,15 @@ for _name, _words in {
         refused={"cp": _words},
         **_ONLY_CP,
     )
+TABLE["parts/Statistics"] = Entry(
+    module=users_of_parts.Statistics,
+    kinds=("context",),
+    thorough=True,
+    refused={"context": r"cp=2: net\.norm \(LayerNorm\) has a forward hook"},
+)
+TABLE["parts/ContextCentre"] = Entry(
+    module=users_of_parts.ContextCentre, kinds=("context",), thorough=True, also=("cp",)
+)
 TABLE["items/ordinary"] = Entry(
     module=partial(context_items.Network, "ordinary"),
     kinds=("context", "context in parts"),

@@ -487,23 +487,6 @@ class NormedNetwork(Split):
 # Sequences over cp --------------------------------------------------------------------------------
 
 
-class Drops(context_habits.Block):
-    """A block that is left out by chance."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand(()) < 0.5 else super().forward(x)
-
-
-class DropsLayers(context_habits.Shifts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = PipelineSequential(
-            tokens=VocabParallelEmbedding(context_habits.VOCABULARY, context_habits.WIDTH),
-            blocks=[Drops() for _ in range(4)],
-            head=ColumnParallelLinear(context_habits.WIDTH, context_habits.VOCABULARY),
-        )
-
-
 class Statistics(context_habits.Shifts):
     """A forward hook notes what a layer has computed."""
 
@@ -533,4 +516,3 @@ USERS: dict[str, type[Stranger]] = {
     for cls in list(globals().values())
     if isinstance(cls, type) and issubclass(cls, Stranger) and cls not in (Stranger, Split)
 }
-CONTEXT = {cls.__name__: cls for cls in (DropsLayers, Statistics, ContextCentre)}
