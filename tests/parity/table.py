@@ -369,6 +369,10 @@ enter(
         **_ONLY_TP,
         "refused": {"tp": r"tp=2: RMSNorm within torch\.vmap or a transform of torch\.func"},
     },
+    OwnKernel={
+        **_ONLY_TP,
+        "refused": {"tp": r"a function for autograd asks for the memory of a tensor"},
+    },
     CompiledModule={"also": ()},
     CompiledBeside={**_ONLY_TP, "also": ()},
     Pruned=_PRUNED,

@@ -235,6 +235,24 @@ class OwnLayers(Stranger):
         )
 
 
+class Kernel(torch.autograd.Function):
+    """Hands memory to a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert x.data_ptr()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class OwnKernel(Split):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(Kernel.apply(self.net(x)), y)
+
+
 class WeightByFunction(Stranger):
     """A function for autograd gets a weight."""
 
