@@ -75,7 +75,7 @@ def own_weights(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            _leave_graph_of_users()
+            _leave_graph_of_users(args)
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if runs_transform():
@@ -96,7 +96,7 @@ def weights_of_self(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            _leave_graph_of_users()
+            _leave_graph_of_users(args)
             with DisableTorchFunctionSubclass():
                 return method(*args, **kwargs)
         _SCOPES.layers.append(args[0])  # type: ignore[arg-type]
@@ -146,9 +146,12 @@ def traces_users_code() -> bool:
     return torch.compiler.is_compiling() and not _GRAPHS.ours
 
 
-def _leave_graph_of_users() -> None:
-    """Call a layer for what it is where a user's compiler traces it: a graph has plain parts."""
-    if traces_users_code():
+def _leave_graph_of_users(args: Any) -> None:
+    """Call a split layer for what it is where a user's compiler traces it.
+
+    A graph has plain parts.
+    """
+    if traces_users_code() and args and getattr(args[0], "tp_size", 1) > 1:
         break_graph()
 
 
