@@ -106,6 +106,75 @@ def gradient_accumulator(leaf: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+runs_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether ``torch.vmap`` or a transform of ``torch.func`` runs (2.11-2.13)."""
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Context of what a transform takes for constants, such as collectives (2.11-2.13)."""
+    levels = importlib.import_module("torch._functorch.pyfunctorch")
+    context: AbstractContextManager[Any] = levels.temporarily_clear_interpreter_stack()
+    return context
+
+
+def prepare_for_transforms(prepare: Callable[[Any], Any]) -> Callable[[], None]:
+    """Have arguments of scripts and transforms of functions prepared (2.11-2.13).
+
+    Neither asks the classes of its tensors: they compute with what a tensor has in memory.
+
+    Args:
+        prepare: function that returns what takes the place of some arguments.
+
+    Returns:
+        A function that undoes this.
+    """
+    transforms = importlib.import_module("torch._functorch.eager_transforms")
+    places: list[tuple[Any, str]] = [
+        (torch.jit.ScriptFunction, "__call__"),
+        (importlib.import_module("torch._functorch.apis"), "vmap_impl"),
+        (transforms, "grad_and_value_impl"),
+        (transforms, "_vjp_with_argnums"),
+        (transforms, "_jvp_with_argnums"),
+    ]
+    known = [getattr(owner, name) for owner, name in places]
+    for (owner, name), function in zip(places, known, strict=True):
+        setattr(owner, name, _prepared(function, prepare))
+
+    def undo() -> None:
+        for (owner, name), function in zip(places, known, strict=True):
+            setattr(owner, name, function)
+
+    return undo
+
+
+def _prepared(function: Callable[..., Any], prepare: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = prepare((args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def runs_function() -> bool:
+    """Whether the forward of an autograd function runs in this thread (2.11-2.13).
+
+    Torch switches forward-mode differentiation off for it, and otherwise in inference mode alone.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def differentiates_again() -> bool:
+    """Whether a backward that runs will be differentiated itself (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def input_shape(node: Any, place: int) -> torch.Size:
+    """Shape of the gradients that a node of autograd takes at a place (2.11-2.13)."""
+    shape: torch.Size = node._input_metadata[place].shape
+    return shape
+
+
 def break_graph() -> None:
     """End the graph that a compiler traces, before the call that leads here (2.11-2.13)."""
     importlib.import_module("torch._dynamo").graph_break()

@@ -20,6 +20,7 @@ function          forward                       backward                    stat
 "Own use" means that each rank goes on to compute something different with the whole tensor, so its
 gradient is partial and must be summed. ``gather_from`` and ``all_gather`` move the same bytes
 forward; they differ in what follows. Choosing the wrong one multiplies or loses gradient.
+A backward that will be differentiated itself takes the function of the opposite step.
 
 For a tensor of ``n`` bytes (whole) on ``p`` ranks a ring moves ``2n(p-1)/p`` bytes per rank in an
 all-reduce, and half as many in an all-gather or a reduce-scatter, which is why the
@@ -36,8 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lightning_megatron._torch.graphs import differentiates_again
 from lightning_megatron.comm.collectives import (
     own_slice,
     start_gather,
@@ -89,20 +90,21 @@ class _CopyTo(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if differentiates_again():
+            return reduce_from(grad, ctx.axis), None
         return start_sum(_owned(grad), ctx.axis).wait(), None
 
 
 class _ReduceFrom(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return start_sum(_owned(x), axis).wait()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (copy_to(grad, ctx.axis) if differentiates_again() else grad), None
 
 
 class _GatherFrom(Function):
@@ -112,8 +114,9 @@ class _GatherFrom(Function):
         return start_gather(x, axis, dim).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if differentiates_again():
+            return split_to(grad, ctx.axis, ctx.dim), None, None
         return own_slice(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -124,8 +127,9 @@ class _SplitTo(Function):
         return own_slice(x, axis, dim).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if differentiates_again():
+            return gather_from(grad, ctx.axis, ctx.dim), None, None
         return start_gather(grad, ctx.axis, ctx.dim).wait(), None, None
 
 
@@ -136,8 +140,9 @@ class _AllGather(Function):
         return start_gather(x, axis, dim).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if differentiates_again():
+            return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
         return start_sum_scatter(grad, ctx.axis, ctx.dim).wait(), None, None
 
 
@@ -148,8 +153,9 @@ class _ReduceScatter(Function):
         return start_sum_scatter(x, axis, dim).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if differentiates_again():
+            return all_gather(grad, ctx.axis, ctx.dim), None, None
         return start_gather(grad, ctx.axis, ctx.dim).wait(), None, None
 
 

@@ -167,3 +167,15 @@ def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Parameters of the layers of experts in a module."""
     layers = filter(is_expert_layer, module.modules())
     return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
+
+
+def has_hooks_of_user(module: nn.Module) -> bool:
+    """Whether somebody's own code runs before or after the forward of a module."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(map(_is_of_user, hooks))
+
+
+def _is_of_user(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a partial
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return not f"{module}.".startswith(("torch.", "lightning.", "lightning_megatron."))

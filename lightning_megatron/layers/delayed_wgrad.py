@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron._torch.graphs import compile_with_callers_only
+from lightning_megatron._torch.graphs import compile_with_callers_only, differentiates_again
 from lightning_megatron._torch.kernels import in_shape
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.whole.memory import on_memory, saved_tensors
@@ -326,10 +326,12 @@ class _Linear(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved_tensors(ctx)
+        if differentiates_again():
+            given, backends = (x, *ctx.parameters), (ctx.gemm,)
+            return *twice(F.linear, given, (grad,), ctx.needs_input_grad, backends), None, None
         needs, gemm = ctx.needs_input_grad, ctx.gemm
         grad_no, x_ni = rows(grad), rows(x)
         gradient = prepare_gradient(grad_no, ctx.kept, gemm)
@@ -342,6 +344,44 @@ class _Linear(Function):
             ctx.wgrad_queue,
         )
         return grad_x, *gradients, None, None
+
+
+def twice(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor],
+    needs: Sequence[bool],
+    gemm: Sequence[GemmBackend | None],
+    *,
+    sequence: bool = False,
+) -> list[Tensor | None]:
+    """Gradients of a linear layer that can be differentiated, by those of torch's functions.
+
+    Args:
+        function: function that computes what the layer did.
+        inputs: its input, and its parameters.
+        gradients: gradients of its outputs.
+        needs: whether each input needs a gradient.
+        gemm: backends of the layer's products.
+        sequence: whether activations are split along the sequence.
+
+    Raises:
+        ConfigError: the products are those of a backend, or the input was cast or gathered.
+    """
+    is_cast = needs[0] and not (inputs[0] is not None and inputs[0].requires_grad)
+    if any(gemm) or is_cast or sequence:
+        raise ConfigError(
+            "create_graph=True: the gradient of a gradient through a linear layer that computes in "
+            "FP8, in the format of autocast or under sequence_parallel=True, whose backward "
+            "differentiates once; nearest valid: precision='32-true' or 'bf16-true', and "
+            "sequence_parallel=False"
+        )
+    wanted = {n: x for n, x in enumerate(inputs) if x is not None and needs[n]}
+    with torch.enable_grad():
+        outputs, given = function(*inputs), list(wanted.values())
+        found = torch.autograd.grad(outputs, given, gradients, create_graph=True)
+    of_each = dict(zip(wanted, found, strict=True))
+    return [of_each.get(n) for n in range(len(inputs))]
 
 
 def linear_gradients(

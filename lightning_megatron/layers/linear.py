@@ -28,8 +28,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_megatron._torch.graphs import outside_transforms, runs_transform
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
@@ -39,7 +41,7 @@ from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_colum
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.context_tensor import on_rows
-from lightning_megatron.whole.memory import own_weights
+from lightning_megatron.whole.memory import own_weights, transformed
 from lightning_megatron.whole.split_tensor import split_output
 from lightning_megatron.whole.splits import own_part, part_of, split_of, whole
 
@@ -133,6 +135,39 @@ class ParallelLinear(ParallelLayer):
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
             f"{super().extra_repr()}"
         )
+
+    def by_whole_weights(self, x: Tensor) -> Tensor:
+        """Output ``[..., out]`` of all features, within a transform of ``torch.func``.
+
+        A transform knows torch's own functions only.
+
+        Raises:
+            ConfigError: each rank has other positions or heads.
+        """
+        topology = self.topology
+        assert topology is not None
+        dims = self.shard_dims()
+        if topology.sequence_parallel or self.gemm is not None or getattr(self, "units", None):
+            raise ConfigError(
+                f"{type(self).__name__} within torch.vmap or torch.func: it takes no part in their "
+                "transforms under sequence_parallel=True, in FP8 or with units=; nearest valid: "
+                "tp=1, or a layer of torch.nn"
+            )
+        with outside_transforms():
+            x = whole(x)
+            weight, bias = (
+                p if p is None or name not in dims else self._whole_parameter(p, dims[name])
+                for name, p in (("weight", self.weight), ("bias", self.bias))
+            )
+        assert weight is not None
+        return F.linear(x, weight, bias)
+
+    def _whole_parameter(self, parameter: Tensor, dim: int) -> Tensor:
+        size = (self.out_features, self.in_features)[dim]
+        assert self.topology is not None
+        if parameter.shape[dim] == size:  # `torch.func.functional_call` gave a whole one
+            return parameter
+        return gather_from(parameter, self.topology.tp, dim)
 
 
 class ReplicatedLinear(ParallelLinear):
@@ -252,9 +287,12 @@ class ColumnParallelLinear(ParallelLinear):
         return linear(x, weight, bias, self.wgrad_queue, self.gemm)
 
     @override
+    @transformed
     def forward(self, x: Tensor) -> Tensor:
         if part_of(x) is not None:
             return self._of_context(x)
+        if self.tp_size > 1 and runs_transform():
+            return self.by_whole_weights(x)
         y = self.own_output(x)
         if self.topology is not None and self.gather_output:
             return gather_from(y, self.topology.tp, -1)
@@ -345,10 +383,13 @@ class RowParallelLinear(ParallelLinear):
         return [problem] if problem else []
 
     @override
+    @transformed
     def forward(self, x: Tensor) -> Tensor:
         topology = self.topology
         if topology is None or topology.tp.size == 1:
             return linear(x, self.weight, self.bias, self.wgrad_queue, self.gemm)
+        if runs_transform():
+            return self.by_whole_weights(x)
         split = split_of(x)
         if split is not None and split.dim == x.dim() - 1:
             return row_parallel(own_part(x), topology, self)

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from lightning_megatron._torch.graphs import differentiates_again
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
+from lightning_megatron.comm.functional import copy_to, reduce_from
 from lightning_megatron.comm.operators import Waited
 from lightning_megatron.layers.delayed_wgrad import (
     WgradFactors,
@@ -30,6 +32,7 @@ from lightning_megatron.layers.delayed_wgrad import (
     output,
     prepare_gradient,
     rows,
+    twice,
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
@@ -81,10 +84,11 @@ class _ColumnParallel(Function):
         return tuple(y for y, _ in found)
 
     @staticmethod
-    @once_differentiable
     @on_memory
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = saved_tensors(ctx)
+        if differentiates_again():
+            return _column_twice(ctx, x, grads)
         needs, wgrad_queue = ctx.needs_input_grad, ctx.wgrad_queue
         later = wgrad_queue is not None and wgrad_queue.collecting
         regathered = None
@@ -150,10 +154,11 @@ class _RowParallel(Function):
         return y if bias is None else add_bias(y, bias)
 
     @staticmethod
-    @once_differentiable
     @on_memory
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved_tensors(ctx)
+        if differentiates_again():
+            return _row_twice(ctx, x, grad)
         needs, gemm = ctx.needs_input_grad, ctx.gemm
         if ctx.sequence:
             grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()
@@ -172,6 +177,31 @@ class _RowParallel(Function):
 
 apply_column: Callable[..., tuple[Tensor, ...]] = _ColumnParallel.apply
 apply_row: Callable[..., Tensor] = _RowParallel.apply
+
+
+def _column_twice(ctx: Any, x: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of column-parallel layers that can be differentiated."""
+
+    def layers(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        given = copy_to(x, ctx.axis)
+        pairs = zip(parameters[::2], parameters[1::2], strict=True)
+        return tuple(F.linear(given, w, b) for w, b in pairs if w is not None)
+
+    needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[5:])
+    found = twice(layers, (x, *ctx.parameters), grads, needs, ctx.gemm, sequence=ctx.sequence)
+    return found[0], None, None, None, None, *found[1:]
+
+
+def _row_twice(ctx: Any, x: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of a row-parallel layer that can be differentiated."""
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = reduce_from(F.linear(x, weight), ctx.axis)
+        return y if bias is None else y + bias
+
+    needs, backends, sequence = ctx.needs_input_grad, (ctx.gemm,), ctx.sequence
+    found = twice(layer, (x, *ctx.parameters), (grad,), needs, backends, sequence=sequence)
+    return *found, None, None, None, None
 
 
 def _column_input_gradient(

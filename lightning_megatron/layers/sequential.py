@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron._torch.graphs import runs_transform
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 
@@ -598,6 +599,11 @@ class PipelineSequential(nn.Module):
         if self.check is not None and not torch.compiler.is_compiling():
             self.check(args, kwargs)
         boundary = self.boundary
+        if runs_transform() and not (self._port is None and self.is_whole and boundary is None):
+            raise ConfigError(
+                "The PipelineSequential was called within torch.vmap or a transform of torch.func, "
+                "which no stage and no part of a sequence can leave; nearest valid: pp=1 and cp=1"
+            )
         if boundary is None or not boundary.is_active:
             return self._run(args, kwargs)
         own = boundary.enter(args, alone=self._port is None)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_megatron.adoption.trunk import AdoptedTrunk
-from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.base import ParallelLayer, has_hooks_of_user
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 
 _ATTENTION = (
@@ -86,10 +86,18 @@ def context_problems(trunks: Mapping[str, PipelineSequential], cp: int) -> list[
             f"cp={cp}: nothing in the module splits the sequence; nearest valid: "
             "VocabParallelEmbedding or SplitContext"
         ]
-    return [
+    items = [pair for name, trunk in trunks.items() for pair in items_on_parts(name, trunk)]
+    hooked = [
+        f"cp={cp}: {name}.{path}".rstrip(".") + f" ({type(module).__name__}) has a forward hook, "
+        "which gets this rank's positions only; nearest valid: the same on what the "
+        "PipelineSequential returns, a hook on a GatherContext() in it, or cp=1"
+        for name, item in items
+        for path, module in item.named_modules()
+        if has_hooks_of_user(module)
+    ]
+    return hooked + [
         f"cp={cp}: {name} ({type(module).__name__}) {fault}"
-        for trunk_name, trunk in trunks.items()
-        for name, item in items_on_parts(trunk_name, trunk)
+        for name, item in items
         for name, module, fault in _faults(name, item)
     ]
 

@@ -24,11 +24,15 @@ from lightning_megatron._torch.graphs import (
     DisableTorchFunctionSubclass,
     EnableTorchFunction,
     asks_classes,
+    break_graph,
+    runs_transform,
 )
+from lightning_megatron.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Scopes(threading.local):
@@ -45,6 +49,7 @@ class _Graphs:
 _SCOPES = _Scopes()
 _GRAPHS = _Graphs()
 _MARK = "_marks_weights"
+_TRANSFORMED = "_in_transforms"
 
 
 def computes_with_part(weights: Iterable[Tensor]) -> bool:
@@ -70,8 +75,11 @@ def own_weights(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
+            _leave_graph_of_users(args)
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if runs_transform():
+            _check_transform(function, args)
         _SCOPES.layers.append(None)
         try:
             return function(*args, **kwargs)
@@ -88,6 +96,7 @@ def weights_of_self(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
+            _leave_graph_of_users(args)
             with DisableTorchFunctionSubclass():
                 return method(*args, **kwargs)
         _SCOPES.layers.append(args[0])  # type: ignore[arg-type]
@@ -135,6 +144,36 @@ def own_graph() -> Iterator[None]:
 def traces_users_code() -> bool:
     """Whether a compiler traces a function of the user's, outside of layers."""
     return torch.compiler.is_compiling() and not _GRAPHS.ours
+
+
+def _leave_graph_of_users(args: Any) -> None:
+    """Call a split layer for what it is where a user's compiler traces it.
+
+    A graph has plain parts.
+    """
+    if traces_users_code() and args and getattr(args[0], "tp_size", 1) > 1:
+        break_graph()
+
+
+def transformed(forward: F) -> F:
+    """Mark a layer's forward that ``torch.vmap`` and transforms of ``torch.func`` can take."""
+    setattr(forward, _TRANSFORMED, True)
+    return forward
+
+
+def _check_transform(function: Callable[..., Any], args: Any) -> None:
+    layer: Any = args[0] if args else None
+    if getattr(layer, "tp_size", 1) > 1 and not hasattr(function, _TRANSFORMED):
+        raise ConfigError(
+            f"tp={layer.tp_size}: {type(layer).__name__} within torch.vmap or a transform of "
+            "torch.func, where layers of one process alone can be; nearest valid: tp=1, a layer of "
+            "torch.nn, or torch.autograd.grad(..., create_graph=True) in their place"
+        )
+
+
+def marked_functions() -> tuple[Callable[..., Any], ...]:
+    """Functions with the code of all that `own_weights` and `weights_of_self` make."""
+    return own_weights(scopes), weights_of_self(scopes)
 
 
 def scopes() -> tuple[nn.Module | None, ...]:

@@ -16,7 +16,7 @@ a function without a rule is an error there.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass, break_graph
+from lightning_megatron._torch.graphs import (
+    DisableTorchFunctionSubclass,
+    break_graph,
+    outside_transforms,
+    runs_function,
+    runs_transform,
+)
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
@@ -32,10 +38,19 @@ from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole import rules, split_rules
 from lightning_megatron.whole import split_shapes as shapes
+from lightning_megatron.whole.autograd_functions import InFunction, in_function
 from lightning_megatron.whole.memory import traces_users_code
 from lightning_megatron.whole.rules import DividedTensor
 from lightning_megatron.whole.split_rules import marked_as
-from lightning_megatron.whole.splits import Split, beside, marked, own_part, split_of, whole_shape
+from lightning_megatron.whole.splits import (
+    Split,
+    beside,
+    marked,
+    own_part,
+    split_of,
+    whole,
+    whole_shape,
+)
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
     Args,
@@ -61,6 +76,8 @@ class SplitTensor(DividedTensor):
 
     moves_front = True
     changes_part = True
+    inside: type[Tensor]
+    """Class that it has in the forward of a user's function for autograd."""
     _split: Split
 
     @classmethod
@@ -75,14 +92,28 @@ class SplitTensor(DividedTensor):
         if any(getattr(kind, "handles_split_tensors", False) for kind in types):
             return NotImplemented
         kind = kind_of(func)
+        if runs_transform() and kind not in _OF_TENSOR:
+            with outside_transforms():  # which knows parts as plain tensors
+                args, kwargs = whole((args, kwargs or {}))
+            return func(*args, **kwargs)
         if kind == "backward":  # whose hooks are others' code
             return _backward(*args, **(kwargs or {}))
+        if kind == "backward_of_all":
+            return _backward_of_all(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
             rule = None if kind is None else RULES.get(kind)
             found = NotImplemented if rule is None else rule(func, args, kwargs or {})
             if found is NotImplemented:
-                return split_rules.on_whole(func, args, kwargs or {})
+                found = split_rules.on_whole(func, args, kwargs or {})
+        if not runs_function():
             return found
+        if kind == "storage":
+            raise ConfigError(
+                "a function for autograd asks for the memory of a tensor of which each tp rank "
+                "holds a part, as a kernel does; nearest valid: the function on "
+                "lightning_megatron.layers.whole(x), the whole tensor on every tp rank"
+            )
+        return in_function(found, split_rules.splits_in(args, kwargs or {})[0].topology)
 
     @override
     def is_kin(self, other: Tensor) -> bool:
@@ -135,6 +166,15 @@ class SplitTensor(DividedTensor):
         return marked_as(out, self, from_right=from_right)
 
 
+class SplitInFunction(InFunction, SplitTensor):
+    """Split tensor that was computed in the forward of a user's function for autograd."""
+
+    outside = SplitTensor
+
+
+SplitTensor.inside = SplitInFunction
+
+
 def split_output(part: Tensor, topology: Topology | None) -> Tensor:
     """Return ``part`` as a `SplitTensor` whose last dim is split over tp.
 
@@ -142,7 +182,8 @@ def split_output(part: Tensor, topology: Topology | None) -> Tensor:
     """
     if topology is None or topology.tp.size == 1 or torch.compiler.is_compiling():
         return part
-    return marked(part, SplitTensor, topology, part.dim() - 1)
+    kind = SplitInFunction if runs_function() else SplitTensor
+    return marked(part, kind, topology, part.dim() - 1)
 
 
 def _of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -208,6 +249,30 @@ def _backward(x: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: A
     part.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+def _backward_of_all(
+    tensors: Sequence[Tensor], grad_tensors: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Rule of ``torch.autograd.backward``."""
+    with DisableTorchFunctionSubclass():
+        if any(split_of(x) is not None for x in kwargs.get("inputs") or ()):
+            torch.autograd.backward(tensors, grad_tensors, *args, **kwargs)
+            return
+        with torch.enable_grad():
+            parts = [own_part(x) for x in tensors]
+        given = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(parts)
+        given = [
+            None if g is None else _own_gradient(g, y, part.shape)
+            for g, y, part in zip(given, tensors, parts, strict=True)
+        ]
+    torch.autograd.backward(parts, given, *args, **kwargs)
+
+
+def _own_gradient(gradient: Tensor, of: Tensor, shape: torch.Size) -> Tensor:
+    """Gradient of what this rank has of an output."""
+    split = split_of(of)
+    return whole(gradient) if split is None else own_part(_part_like(gradient, split, shape))
+
+
 def gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of ``torch.autograd.grad``: the gradient of a split tensor is split as it is."""
     outputs, inputs = args
@@ -267,6 +332,7 @@ def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
     return x_nv.reshape(-1, x_nv.shape[-1]), targets.reshape(-1), split.axis
 
 
+_OF_TENSOR = frozenset(("format", "shape", "learning", "version"))
 RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(OF_MEMORY, _of_part),
     "shape": _shape,

@@ -160,7 +160,9 @@ _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("hook"): "register_hook",
     TorchFunction("retain_grad"): "retain_grad",
     TorchFunction("requires_grad_"): "requires_grad_",
-    TorchFunction("set_learning"): ".requires_grad= register_post_accumulate_grad_hook",
+    TorchFunction(
+        "set_learning"
+    ): ".requires_grad= ._backward_hooks= register_post_accumulate_grad_hook",
     TorchFunction("detach_"): "detach_",
     TorchFunction("backward"): "backward",
     TorchFunction("reads"): """item tolist equal allclose is_nonzero __bool__ __float__ __int__

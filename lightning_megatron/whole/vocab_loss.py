@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from lightning_megatron._torch.graphs import differentiates_again
 from lightning_megatron.comm.collectives import start_gather
+from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.topology.axis import Axis
 
 
@@ -52,20 +53,35 @@ class _VocabParallelCrossEntropy(Function):
         index_n, foreign_n = own_targets(targets_n, ignored_n, size, axis)
         terms_tn = position_terms(logits_nv, index_n, foreign_n, smoothing)
         loss_n, lse_n = loss_of_terms(terms_tn, axis, size * axis.size, smoothing, z)
+        ctx.axis = axis
         ctx.options = (smoothing, z, size * axis.size)
         ctx.save_for_backward(logits_nv, lse_n, index_n, foreign_n, ignored_n)
         return loss_n.masked_fill(ignored_n, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         logits_nv, lse_n, index_n, foreign_n, ignored_n = ctx.saved_tensors
+        if differentiates_again():
+            return _twice(ctx, grad_n), None, None, None, None, None
         smoothing, z, vocabulary = ctx.options
         grad_n = grad_n.masked_fill(ignored_n, 0)
         grad_nv = logits_gradient(
             logits_nv, lse_n, index_n, foreign_n, grad_n, vocabulary, smoothing, z
         )
         return grad_nv.to(logits_nv.dtype), None, None, None, None, None
+
+
+def _twice(ctx: Any, grad_n: Tensor) -> Tensor:
+    """Gradient of the logits that can be differentiated, by those of torch's functions."""
+    logits_nv, _, index_n, foreign_n, ignored_n = ctx.saved_tensors
+    smoothing, z, vocabulary = ctx.options
+    with torch.enable_grad():
+        terms_tn = position_terms(logits_nv, index_n, foreign_n, smoothing)
+        of_all = gather_from(terms_tn.unsqueeze(0), ctx.axis, 0)
+        loss_n, _ = _loss_of_all(of_all, vocabulary, smoothing, z)
+        loss_n = loss_n.masked_fill(ignored_n, 0)
+        found: Tensor = torch.autograd.grad(loss_n, logits_nv, grad_n, create_graph=True)[0]
+    return found
 
 
 vocab_parallel_cross_entropy: Callable[..., Tensor] = _VocabParallelCrossEntropy.apply
@@ -100,6 +116,13 @@ def loss_of_terms(
     of_all = terms_tn.unsqueeze(0)
     if axis is not None:
         of_all = start_gather(of_all, axis, 0).wait()
+    return _loss_of_all(of_all, vocabulary, smoothing, z)
+
+
+def _loss_of_all(
+    of_all: Tensor, vocabulary: int, smoothing: float, z: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp from `position_terms` of all ranks, ``[ranks, 2 or 3, n]``."""
     lse_n = of_all[:, 0].logsumexp(0)
     loss_n = lse_n - of_all[:, 1].sum(0)
     if smoothing:

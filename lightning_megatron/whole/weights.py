@@ -33,6 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from typing_extensions import override
 
 from lightning_megatron._torch.graphs import (
@@ -40,6 +44,8 @@ from lightning_megatron._torch.graphs import (
     break_graph,
     compare_memory_of_recomputed,
     compile_with_callers_only,
+    outside_transforms,
+    prepare_for_transforms,
     runs_compiled_backward,
     tree_flatten,
     tree_map,
@@ -47,9 +53,10 @@ from lightning_megatron._torch.graphs import (
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.whole import split_rules, split_tensor
+from lightning_megatron.whole.autograd_functions import InFunction
 from lightning_megatron.whole.copied_view import as_views, copies_in
 from lightning_megatron.whole.divided_gradient import LooksWhole
-from lightning_megatron.whole.memory import computes_with_part, traces_users_code
+from lightning_megatron.whole.memory import computes_with_part, marked_functions, traces_users_code
 from lightning_megatron.whole.part_numbers import (
     LEARNING,
     WholeOfParts,
@@ -59,7 +66,7 @@ from lightning_megatron.whole.part_numbers import (
 )
 from lightning_megatron.whole.places import Place
 from lightning_megatron.whole.split_tensor import SplitTensor, gradients
-from lightning_megatron.whole.splits import marked, place_of, split_of
+from lightning_megatron.whole.splits import marked, part_of, place_of, split_of, whole
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
     Args,
@@ -112,6 +119,15 @@ class SplitWeight(SplitTensor):
         return locked(func, super().__torch_function__(func, types, args, kwargs))
 
 
+class _WeightInFunction(InFunction, SplitWeight):
+    """The same, computed in the forward of a user's function for autograd."""
+
+    outside = SplitWeight
+
+
+SplitWeight.inside = _WeightInFunction
+
+
 class PartTensor(_PartOfWeight):
     """Gradient of such a parameter, or what was computed from it element by element."""
 
@@ -130,7 +146,7 @@ _PIPELINE = _Pipeline()
 
 
 class WeightParts:
-    """The classes of a module's parameters while a run lasts.
+    """The classes of a module's parameters while a run lasts; buffers are whole.
 
     Args:
         places: parameters of which this rank has a part, and their places.
@@ -138,11 +154,17 @@ class WeightParts:
 
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
         self._parts = list(places)
+        self._hooks = [
+            register_module_buffer_registration_hook(_whole_buffer),
+            register_module_parameter_registration_hook(_check_owner),
+        ]
         _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
+        self._undo = prepare_for_transforms(_whole_arguments) if self._parts else None
         if self._parts:
             compare_memory_of_recomputed()
-            for rules_of in (_apply, SplitTensor.__torch_function__.__func__):  # type: ignore[attr-defined]
-                compile_with_callers_only(rules_of)
+            rules_of: Any = SplitTensor.__torch_function__
+            for function in (_apply, rules_of.__func__, *marked_functions()):
+                compile_with_callers_only(function)
         self.show(self._parts)
 
     def show(self, parts: Sequence[tuple[nn.Parameter, Place]]) -> None:
@@ -163,6 +185,10 @@ class WeightParts:
 
     def end(self) -> None:
         """Let the parameters be plain again."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._undo is not None:
+            self._undo()
         with DisableTorchFunctionSubclass():
             for weight, _ in self._parts:
                 for tensor in (weight, weight.grad):
@@ -172,8 +198,38 @@ class WeightParts:
         _PIPELINE.runs = False
 
 
-def unmark(tensor: Tensor, *, is_weight: bool = False) -> None:
+def _whole_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
+    """Gather what becomes a buffer, which is state that a checkpoint takes from one rank."""
+    if split_of(buffer) is None and part_of(buffer) is None:
+        return None
+    return whole(buffer)
+
+
+def _whole_arguments(tree: Any) -> Any:
+    """Arguments of scripts and of ``torch.func``, which ask no class."""
+    leaves = tree_flatten(tree)[0]
+    if all(split_of(x) is None and part_of(x) is None and place_of(x) is None for x in leaves):
+        return tree
+    with outside_transforms():
+        return tree_map(whole_weight, whole(tree))
+
+
+def _check_owner(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Refuse a part in another place: checkpoints know of it by the name in its layer."""
+    place = place_of(parameter)
+    if place is not None and place.is_cut and module._parameters.get(name) is not parameter:
+        raise ConfigError(
+            f"{place.name}: it becomes another parameter, {name}, amid a run, as by "
+            "torch.nn.utils.prune and parametrizations, and each rank holds a part of it; nearest "
+            "valid: the same before the Trainer starts on a layer of torch.nn, zeros by hand "
+            "(weight.data[weight.abs() < least] = 0), or tp=1 and zero=2 or lower"
+        )
+
+
+def unmark(tensor: Tensor | None, *, is_weight: bool = False) -> None:
     """Let a part be no more than what this rank holds."""
+    if tensor is None:
+        return
     plain = nn.Parameter if is_weight else Tensor
     tensor.__class__ = DTensor if isinstance(tensor, DTensor) else plain
     for name in ("_place", "_split"):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.comm import collectives
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import delayed_wgrad as wgrad_queue
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.attention import CausalSelfAttention
@@ -154,12 +155,31 @@ def test_replicas_stay_bit_identical(pool):
     pool.run(4, _equal_replicas, 4)
 
 
+def _slope(model, x):
+    """Size of the gradient at the input, and its own gradients."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    size = grad.square().sum()
+    size.backward()
+    return size.detach(), x.grad
+
+
 def _double_backward(tp):
-    layer = distribute(ColumnParallelLinear(4, 4), make_topology(tp))
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    topology = make_topology(tp)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4)).double()
+    model.load_state_dict(alone.state_dict())
+    distribute(model, topology)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(_slope(model, x), _slope(alone, x))
+    rank = topology.tp.rank
+    for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1)):
+        whole = alone.get_parameter(name).grad
+        torch.testing.assert_close(model.get_parameter(name).grad, whole.chunk(tp, dim)[rank])
+    split = distribute(ColumnParallelLinear(4, 4), make_topology(tp, sequence_parallel=True))
+    with pytest.raises(ConfigError, match="sequence_parallel=False"):
+        _slope(split, torch.randn(2, 3, 4))
 
 
 def _views(_):
@@ -181,7 +201,7 @@ def test_outputs_are_no_views(pool):
         assert found == [((2, 3), True)] * 3
 
 
-def test_second_derivatives_are_refused_rather_than_wrong(pool):
+def test_second_derivatives_are_right_or_refused(pool):
     pool.run(2, _double_backward, 2)
 
 

@@ -24,6 +24,7 @@ from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.forward_wrapper import unwrap
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.meter import Meter
+from lightning_megatron.whole.memory import own_graph
 from lightning_megatron.zero.data_parallel import ShardingConfig
 from tests.layers.parity import distribute, make_topology
 from tests.parallel.counting import Counted
@@ -223,7 +224,8 @@ def run_block(sequence_parallel: bool, config: TransformerConfig) -> tuple[Ran, 
     with patch.object(linear_functions, "regathers", lambda _: True):
         plain = run(block.forward, x, block, topology.tp.meter)
         whole = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
-        return plain, run(whole, x, block, topology.tp.meter)
+        with own_graph():
+            return plain, run(whole, x, block, topology.tp.meter)
 
 
 def run(forward: Any, x: Tensor, block: nn.Module, meter: Meter) -> Ran:
@@ -264,7 +266,8 @@ def order_of_backward() -> list[str]:
     """What a compiled column-parallel layer does."""
     layer = distribute(ColumnParallelLinear(8, 8, bias=False), make_topology(2))
     torch.compiler.reset()
-    y = torch.compile(layer.forward, backend="aot_eager")(torch.ones(2, 8, requires_grad=True))
+    with own_graph():
+        y = torch.compile(layer.forward, backend="aot_eager")(torch.ones(2, 8, requires_grad=True))
     order = Order()
     with order:
         y.sum().backward()

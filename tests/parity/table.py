@@ -31,6 +31,7 @@ from tests.parity import (
     plain_modules,
     split_logits,
     strangers,
+    users_of_parts,
     users_optimizers,
 )
 from tests.parity.prove import Entry, Layout
@@ -281,7 +282,7 @@ enter(
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     Copies=_whole(rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather"),
-    Prunes=_whole(rf"used in Prunes\.training_step: .*{_KEPT}write into"),
+    Prunes=_whole(r"net\.0\.weight: it becomes another parameter, weight_orig.*zero=2 or lower"),
     Averages=_whole(r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2"),
     AveragesEvenly=_whole(r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2"),
     ReducesByHand=_GRADIENTS,
@@ -467,6 +468,48 @@ TABLE["logits/NextLetter"] = Entry(
 )
 
 
+# What gets parts of tensors without torch asking their class, as functions for autograd do.
+_ONLY_TP: dict[str, Any] = {"kinds": ("tp",)}
+_SAVED = {"kinds": ("tp", "pp"), "trainer": {"enable_checkpointing": True}}
+_MOVES = r"net\.up\.weight: it becomes another parameter, weight_orig, amid a run"
+_PRUNED = {"refused": {"tp": r"net\.up\.weight: pruned, or computed before each forward .*tp=2"}}
+enter(
+    "parts",
+    users_of_parts.USERS,
+    partial(Entry, kinds=SPLIT, thorough=True, also=("tp",)),
+    **dict.fromkeys(("WeightByFunction", "Recomputes", "Deviation", "TiedHead"), _ONLY_TP),
+    **dict.fromkeys(("Centre", "Features"), _SAVED),
+    MapsNetwork={
+        "kinds": ("tp", "pp"),
+        "refused": {"pp": r"PipelineSequential was called within torch\.vmap .*pp=1 and cp=1"},
+        "apart": ("pp",),
+    },
+    NormedNetwork={
+        **_ONLY_TP,
+        "refused": {"tp": r"tp=2: RMSNorm within torch\.vmap or a transform of torch\.func"},
+    },
+    OwnKernel={
+        **_ONLY_TP,
+        "refused": {"tp": r"a function for autograd asks for the memory of a tensor"},
+    },
+    CompiledModule={"also": ()},
+    CompiledBeside={**_ONLY_TP, "also": ()},
+    Pruned=_PRUNED,
+    OldWeightNorm={**_PRUNED, "also": ()},
+    PrunedInHook={**_ONLY_TP, "refused": {"tp": _MOVES}},
+    PrunedByCallback={
+        "kinds": ("data parallel", "tp"),
+        "also": (),
+        "refused": dict.fromkeys(("tp", "zero 3"), _MOVES),
+    },
+    GradientPenalty={
+        "kinds": ("data parallel", "tp"),
+        "refused": {"zero 3": r"GradientPenalty: a backward needed weights .*create_graph=True"},
+    },
+    InnerLoop=_ONLY_TP,
+)
+
+
 # What hooks compute at the end of an epoch and after batches.
 _EPOCHS = partial(Entry, kinds=("stages",), seed=3)
 _SAVING = {"max_epochs": 6, "enable_checkpointing": True}
@@ -565,12 +608,11 @@ enter(
         "trainer": {"accumulate_grad_batches": 2},
         "refused": dict.fromkeys(
             ("data parallel", "zero 2 in parts"),
-            r"post_accumulate_grad_hook on a parameter, accumulate_grad_batches",
+            r"grad_hook on a parameter, accumulate_grad_batches",
         ),
     },
-    # Under tp a layer is differentiated once.
     GradientPenalty={
-        "kinds": ("pp", "data parallel"),
+        "kinds": ("tp", "pp", "data parallel"),
         "without": ("zero 3",),
         **_on_one_stage(_BY_INPUT),
     },
@@ -586,9 +628,8 @@ enter(
         },
     },
     PenaltyByCriterion={"thorough": True, "also": ("zero 3",), **_on_one_stage(_OF_ALL)},
-    # Under tp what is compiled returns a part.
     CompilesBeside={
-        "kinds": ("data parallel", "pp"),
+        "kinds": ("data parallel", "tp", "pp"),
         "also": ("zero 3",),
         **_staged(r"pp=2: parameter 'net.up.weight' is shared between"),
     },
@@ -683,7 +724,7 @@ enter(
 )
 for _name, _words in {
     "LeavesLosses": r"cp=2: net\.block.* leaves a tensor in losses",
-    "Hooks": r"self\.features: .*one of cp=2 parts",
+    "Hooks": r"cp=2: net\.norm \(LayerNorm\) has a forward hook",
     "ReadsLate": r"register_hook of the output of a PipelineSequential .*cp > 1",
     "DifferentiatesLate": r"grad of the output of a PipelineSequential",
     "Carries": r"cp=2",
@@ -698,6 +739,15 @@ for _name, _words in {
         refused={"cp": _words},
         **_ONLY_CP,
     )
+TABLE["parts/Statistics"] = Entry(
+    module=users_of_parts.Statistics,
+    kinds=("context",),
+    thorough=True,
+    refused={"context": r"cp=2: net\.norm \(LayerNorm\) has a forward hook"},
+)
+TABLE["parts/ContextCentre"] = Entry(
+    module=users_of_parts.ContextCentre, kinds=("context",), thorough=True, also=("cp",)
+)
 TABLE["items/ordinary"] = Entry(
     module=partial(context_items.Network, "ordinary"),
     kinds=("context", "context in parts"),

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_sum
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.base import ParallelLayer, has_hooks_of_user
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.experts.auxiliary import inject, keep
 from lightning_megatron.layers.experts.bias import follow_steps
@@ -236,8 +236,7 @@ class Router(ParallelLayer):
     def _tell_of_hooks(self, tokens: Tokens) -> None:
         """Warn, once, of hooks of the user's that see a part of the tokens."""
         self._has_told = True
-        hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
-        if not any(_is_of_user(hook) for hook in hooks):
+        if not has_hooks_of_user(self):
             return
         ranks = " ".join(f"{axis.name}={axis.size}" for axis in tokens.axes)
         warnings.warn(
@@ -434,12 +433,6 @@ class Router(ParallelLayer):
         if tokens.counted_t is None:
             return chosen_tk
         return chosen_tk.masked_fill(~tokens.counted_t.unsqueeze(-1), self.num_experts)
-
-
-def _is_of_user(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)  # of a partial
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return not f"{module}.".startswith(("torch.", "lightning.", "lightning_megatron."))
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:

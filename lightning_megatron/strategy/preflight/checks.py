@@ -547,6 +547,13 @@ def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1, ep: int = 1) 
                 for leaf in layer.shard_dims()
                 if is_parametrized(layer, leaf)
             ]
+            problems += [
+                f"{name}.{leaf}: pruned, or computed before each forward (by weight_norm or "
+                f"spectral_norm of torch.nn.utils), and {axis}={degree} slices it as a parameter; "
+                f"nearest valid: {without}"
+                for leaf in layer.shard_dims()
+                if leaf in vars(layer)
+            ]
         if has_unknown_sizes(layer):
             problems.append(
                 f"{name or type(layer).__name__}: parameters of unknown size (a lazy layer that "
