@@ -35,13 +35,22 @@ from lightning_megatron.whole import split_shapes as shapes
 from lightning_megatron.whole.memory import traces_users_code
 from lightning_megatron.whole.rules import DividedTensor
 from lightning_megatron.whole.split_rules import marked_as
-from lightning_megatron.whole.splits import Split, beside, marked, own_part, split_of, whole_shape
+from lightning_megatron.whole.splits import (
+    Split,
+    beside,
+    marked,
+    own_part,
+    split_of,
+    whole_shape,
+    whole_strides,
+)
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
     Args,
     Kind,
     Kwargs,
     Rule,
+    given_by,
     kind_of,
     told_by_shape,
 )
@@ -148,6 +157,13 @@ def split_output(part: Tensor, topology: Topology | None) -> Tensor:
 def _of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of functions whose result depends neither on values nor on the shape."""
     return func(*args, **kwargs)
+
+
+def _strides(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[int, ...] | int:
+    x, split = args[0], args[0]._split
+    (dim,) = given_by(args, kwargs, dim=None)
+    strides = whole_strides(own_part(x), split.dim, split.axis.size)
+    return strides if dim is None else strides[dim]
 
 
 def _shape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.Size | int:
@@ -269,6 +285,7 @@ def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
 
 RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(OF_MEMORY, _of_part),
+    "strides": _strides,
     "shape": _shape,
     "repr": _repr,
     "deep_copy": _deep_copy,
