@@ -209,7 +209,7 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     first = part_of(args[0]) if args else None
     _refuse_late_readers(func, args, kwargs)
     writes = changes(func, kwargs) or communicates(func)
-    if changes(func, kwargs) or "out" in kwargs:
+    if writes or kwargs.get("out") is not None:
         _refuse_shared(func, args, kwargs)
     if first is not None and (writes or kind_of(func) in _SETTLES):
         with torch.enable_grad():
@@ -249,6 +249,8 @@ def _refuse_shared(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None
     A change makes the whole all there is of a tensor, and that of another one is another.
     """
     part = part_of(args[0]) if args else None
+    if communicates(func) or kind_of(func) in _SETTLES:
+        return
     others = () if part is None else (found() for found in part.sharers)
     has_others = any(x is not None and x is not args[0] for x in others)
     if has_others or kind_of(func) == "reshape_in_place" or part_of(kwargs.get("out")) is not None:
