@@ -323,8 +323,9 @@ _VIEWS = frozenset(
 )
 """Kinds of functions that may return a view, or the tensor itself."""
 _COPIES = frozenset(
-    """clone prod nansum nanmean median nanmedian std var cumsum cumprod logcumsumexp cummax cummin
-    any all sort argsort topk kthvalue normalize index_select""".split()
+    ("clone", "prod", "nansum", "nanmean", "median", "nanmedian", "std", "var", "any", "all")
+    + ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk")
+    + ("kthvalue", "normalize", "index_select")
 )
 """Functions of these kinds that return memory of its own."""
 RULES: Mapping[Kind, Rule] = {

@@ -107,9 +107,7 @@ def whole_strides(part: Tensor, dim: int, size: int) -> tuple[int, ...]:
     """Steps in memory of a tensor of which ``size`` ranks have parts along ``dim``."""
     strides = part.stride()
     beyond = strides[dim] * max(part.shape[dim], 1)
-    return tuple(
-        n * size if d != dim and n >= beyond > 0 else n for d, n in enumerate(strides)
-    )
+    return tuple(n * size if d != dim and n >= beyond > 0 else n for d, n in enumerate(strides))
 
 
 def marked(part: Tensor, like: type[Tensor], topology: Topology, dim: int) -> Tensor:

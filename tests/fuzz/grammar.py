@@ -80,8 +80,7 @@ def run(program: Program, x: Tensor, learning: Learning) -> Tensor:
 def program(choice: random.Random, x: Tensor, expressions_only: bool = False) -> Program:
     """Draw a program that begins with ``x``."""
     lines: list[str] = []
-    learning, space = Learning(), {}
-    space = names(x, learning)
+    space = names(x, Learning())
     for _ in range(choice.randint(1, MOST_LINES)):
         for _ in range(6):
             drawn = _line(choice, space["x"], expressions_only)
@@ -269,13 +268,21 @@ class _Filler:
 
     def _classes(self) -> str:
         """Classes of which dim 1 has the scores."""
-        return f"i({(*self.shape, 1, 1)[1]}, {', '.join(map(str, (*self.shape[:1], *self.shape[2:])))})"
+        sizes = ", ".join(map(str, (*self.shape[:1], *self.shape[2:])))
+        return f"i({(*self.shape, 1, 1)[1]}, {sizes})"
 
     def _index(self) -> str:
         """Index of one dim, or of several."""
         size = self.choice.choice(self.shape) if self.shape else 1
         first = self.choice.randrange(size)
         forms = ["0", "-1", str(first), ":", ":", f"{first}:", f":{first + 1}", "1:", ":-1", "::2"]
-        forms += ["None", "...", f"i({size}, 2)", f"i({size}, 3)", f"[0, {first}]", f"{first - size}"]
+        forms += [
+            "None",
+            "...",
+            f"i({size}, 2)",
+            f"i({size}, 3)",
+            f"[0, {first}]",
+            f"{first - size}",
+        ]
         forms += [f"m({size})", f"i({size}, 2, 1)", f"torch.tensor({first})", "slice(0, 2)"]
         return self.choice.choice([*forms, f"{first}:{first + 2}", "True"])

@@ -8,12 +8,10 @@ Ranks agree after each program. Where they cannot, as one waits for another that
 job ends, and another goes on with the programs behind.
 """
 
-import os
 import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
