@@ -8,6 +8,7 @@ losses take it), or ``[b, c, n]`` (as losses of images do).
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -100,6 +101,7 @@ class ContextPart:
     Attributes:
         is_settled: whether the whole was changed, or watched, so that only the whole counts.
         is_used: whether something that learns was computed from the part.
+        sharers: tensors that have one memory in one process, where some are views of another.
         node: autograd node of the `ContextTensor` when it was made. It has another one where an
             autograd function of the user's returned it.
     """
@@ -111,6 +113,7 @@ class ContextPart:
         self.place = place
         self.is_settled = False
         self.is_used = False
+        self.sharers: list[ReferenceType[Tensor]] = []
         self._whole: Tensor | None = None
 
     def is_behind(self, x: Tensor) -> bool:

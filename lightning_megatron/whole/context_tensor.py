@@ -17,6 +17,7 @@ autograd function of the user's, reaches it below autograd, and gets the whole, 
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,13 +30,16 @@ from lightning_megatron._torch.wrappers import stand_in, writes
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.whole import context_rules, rules
 from lightning_megatron.whole.context_part import ContextPart, Place
+from lightning_megatron.whole.copied_view import as_views, copies_in
 from lightning_megatron.whole.rules import DividedTensor
 from lightning_megatron.whole.splits import own_part, part_of, whole
 from lightning_megatron.whole.torch_functions import (
+    CHANGES,
     Args,
     Kind,
     Kwargs,
     Rule,
+    by_place,
     changes,
     communicates,
     kind_of,
@@ -70,6 +74,8 @@ class ContextTensor(DividedTensor):
             found = rule(func, args, kwargs or {})
         if found is NotImplemented:
             return _on_whole(func, args, kwargs or {})
+        if kind in _VIEWS and func.__name__ not in _COPIES:
+            _share(first, found)
         if isinstance(found, Tensor) and found.requires_grad:
             for part in filter(None, map(part_of, args)):
                 part.is_used = True
@@ -199,9 +205,12 @@ _exit: Callable[..., Any] = _Exit.apply
 
 def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``func`` of the whole tensors."""
+    args, kwargs = by_place(func, args, kwargs)
     first = part_of(args[0]) if args else None
     _refuse_late_readers(func, args, kwargs)
     writes = changes(func, kwargs) or communicates(func)
+    if writes or kwargs.get("out") is not None:
+        _refuse_shared(func, args, kwargs)
     if first is not None and (writes or kind_of(func) in _SETTLES):
         with torch.enable_grad():
             first.whole()
@@ -216,8 +225,42 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             raise ConfigError(_of_residual(func))
         return part.whole_of(leaf)
 
-    args, kwargs = tree_map(gathered, (args, kwargs))
-    return func(*args, **kwargs)
+    given, (args, kwargs) = (args, kwargs), tree_map(gathered, (args, kwargs))
+    is_itself = writes or (first is not None and first.is_settled)
+    copies = [] if is_itself else copies_in((args, kwargs), given)
+    return as_views(func(*args, **kwargs), copies)
+
+
+def _share(first: Any, found: Any) -> None:
+    """Note that tensors have one memory in one process."""
+    sharers = first._context.sharers
+    if not sharers:
+        sharers.append(ref(first))
+    for x in (found,) if isinstance(found, Tensor) else found:
+        part = part_of(x)
+        if part is not None and x is not first:
+            part.sharers = sharers
+            sharers.append(ref(x))
+
+
+def _refuse_shared(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+    """Refuse to change what in one process is a view of a tensor that somebody has, or has views.
+
+    A change makes the whole all there is of a tensor, and that of another one is another.
+    """
+    part = part_of(args[0]) if args else None
+    if communicates(func) or kind_of(func) in _SETTLES:
+        return
+    others = () if part is None else (found() for found in part.sharers)
+    has_others = any(x is not None and x is not args[0] for x in others)
+    if has_others or kind_of(func) == "reshape_in_place" or part_of(kwargs.get("out")) is not None:
+        name = getattr(func, "__name__", str(func))
+        raise ConfigError(
+            f"{CHANGES.get(name, name)}: changes the output of a PipelineSequential, of whose "
+            "sequences each cp rank has a part, or a view of it, and other tensors share its "
+            "memory or its shape; nearest valid: the same on lightning_megatron.layers.whole(x), "
+            "or on x.clone()"
+        )
 
 
 def _refuse_late_readers(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
@@ -266,7 +309,7 @@ def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
     )
 
 
-_OF_WRAPPER = frozenset(("format", "shape", "learning", "version"))
+_OF_WRAPPER = frozenset(("format", "strides", "shape", "learning", "version"))
 """Functions that look at the shape and format only."""
 _SETTLES = frozenset(
     ("hook", "retain_grad", "requires_grad_", "set_learning", "set_gradient", "gradient", "data")
@@ -274,6 +317,17 @@ _SETTLES = frozenset(
 """Functions after which the whole tensor alone counts."""
 _WATCH = frozenset(("hook", "retain_grad"))
 """Functions that read the gradient."""
+_VIEWS = frozenset(
+    ("reshape", "flatten", "unflatten", "permute", "unsqueeze", "squeeze", "item")
+    + ("same", "detached", "moved", "along")
+)
+"""Kinds of functions that may return a view, or the tensor itself."""
+_COPIES = frozenset(
+    ("clone", "prod", "nansum", "nanmean", "median", "nanmedian", "std", "var", "any", "all")
+    + ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk")
+    + ("kthvalue", "normalize", "index_select")
+)
+"""Functions of these kinds that return memory of its own."""
 RULES: Mapping[Kind, Rule] = {
     "repr": _repr,
     **dict.fromkeys(("same", "detached", "moved"), rules.same),

@@ -39,6 +39,7 @@ from lightning_megatron.whole.splits import (
     Split,
     beside,
     marked,
+    order_in_memory,
     own_part,
     split_of,
     whole,
@@ -119,8 +120,11 @@ def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     x, split = args[0], split_of(args[0])
     if split is None:
         return NotImplemented
-    template = torch.empty(whole_shape(x, split), dtype=x.dtype, device=x.device)
-    drawn = own_slice(func(template, *args[1:], **kwargs), split.axis, split.dim).contiguous()
+    order = order_in_memory(own_part(x))
+    sizes = [whole_shape(x, split)[d] for d in order]
+    template = torch.empty(sizes, dtype=x.dtype, device=x.device)
+    template = template.permute([order.index(d) for d in range(x.dim())])
+    drawn = own_slice(func(template, *args[1:], **kwargs), split.axis, split.dim).clone()
     return marked_as(drawn, x, split.dim)
 
 

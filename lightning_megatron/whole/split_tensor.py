@@ -50,6 +50,7 @@ from lightning_megatron.whole.splits import (
     split_of,
     whole,
     whole_shape,
+    whole_strides,
 )
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
@@ -57,6 +58,7 @@ from lightning_megatron.whole.torch_functions import (
     Kind,
     Kwargs,
     Rule,
+    given_by,
     kind_of,
     told_by_shape,
 )
@@ -189,6 +191,13 @@ def split_output(part: Tensor, topology: Topology | None) -> Tensor:
 def _of_part(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Rule of functions whose result depends neither on values nor on the shape."""
     return func(*args, **kwargs)
+
+
+def _strides(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[int, ...] | int:
+    x, split = args[0], args[0]._split
+    (dim,) = given_by(args, kwargs, dim=None)
+    strides = whole_strides(own_part(x), split.dim, split.axis.size)
+    return strides if dim is None else strides[dim]
 
 
 def _shape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> torch.Size | int:
@@ -335,6 +344,7 @@ def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
 _OF_TENSOR = frozenset(("format", "shape", "learning", "version"))
 RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(OF_MEMORY, _of_part),
+    "strides": _strides,
     "shape": _shape,
     "repr": _repr,
     "deep_copy": _deep_copy,

@@ -82,7 +82,32 @@ def _whole(leaf: Any) -> Any:
     of_sequence = part_of(leaf)
     leaf = leaf if of_sequence is None else of_sequence.whole_of(leaf)
     split = split_of(leaf)
-    return leaf if split is None else gather_from(own_part(leaf), split.axis, split.dim)
+    return leaf if split is None else _gathered(own_part(leaf), split)
+
+
+def _gathered(part: Tensor, split: Split) -> Tensor:
+    """Gather a part, with the dims of the whole in memory as those of the part.
+
+    So a view of the whole is one where it is one in one process.
+    """
+    order = order_in_memory(part)
+    if order == sorted(order):
+        return gather_from(part, split.axis, split.dim).contiguous()
+    found = gather_from(part.permute(order), split.axis, order.index(split.dim)).contiguous()
+    return found.permute([order.index(d) for d in range(part.dim())])
+
+
+def order_in_memory(x: Tensor) -> list[int]:
+    """Dims from the one with the largest steps in memory to that with the smallest."""
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda d: -strides[d])
+
+
+def whole_strides(part: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    """Steps in memory of a tensor of which ``size`` ranks have parts along ``dim``."""
+    strides = part.stride()
+    beyond = strides[dim] * max(part.shape[dim], 1)
+    return tuple(n * size if d != dim and n >= beyond > 0 else n for d, n in enumerate(strides))
 
 
 def marked(part: Tensor, like: type[Tensor], topology: Topology, dim: int) -> Tensor:

@@ -41,6 +41,7 @@ Rule = Callable[[Callable[..., Any], Args, Kwargs], Any]
 Kind = Literal[
     # What the tensor is, whatever its values are.
     "format",
+    "strides",
     "shape",
     "learning",
     "version",
@@ -142,9 +143,10 @@ class TorchFunction:
 _BINARY = "add sub mul truediv floordiv mod pow and or xor div"
 _NAMES: Mapping[TorchFunction, str] = {
     TorchFunction("format"): """dim ndimension is_floating_point is_complex is_signed element_size
-        get_device is_contiguous is_inference is_same_size stride has_names __hash__ .dtype .device
+        get_device is_contiguous is_inference is_same_size has_names __hash__ .dtype .device
         .layout .ndim .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .is_mkldnn .is_nested
         .is_xpu .is_mps .is_vulkan .output_nr .itemsize .names""",
+    TorchFunction("strides"): "stride",
     TorchFunction("shape"): ".shape size numel nelement __len__ .nbytes",
     TorchFunction("learning"): ".requires_grad .grad_fn .is_leaf",
     TorchFunction("version"): "._version ._backward_hooks",
@@ -282,7 +284,7 @@ TORCH_FUNCTIONS: Mapping[Callable[..., Any], TorchFunction] = dict(_functions())
 
 OF_MEMORY: frozenset[Kind] = frozenset(
     (
-        *("format", "learning", "version", "memory", "storage", "new"),
+        *("format", "strides", "learning", "version", "memory", "storage", "new"),
         *("retain_grad", "set_gradient", "set_learning"),
     )
 )
@@ -355,11 +357,16 @@ def given_by(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
 
 
 def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
-    """Dims that an argument names, all if it names none; None if it is no number."""
+    """Dims that an argument names, all if it names none; None if it is no number.
+
+    A truth value in its place is another argument: ``x.var(False)`` is of all elements.
+    """
     if dim is None or dim == ():
         return tuple(range(count))
     dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
-    return tuple(d % count for d in dims) if all(isinstance(d, int) for d in dims) else None
+    if any(isinstance(d, bool) or not isinstance(d, int) for d in dims):
+        return None
+    return tuple(d % count for d in dims)
 
 
 def told_by_shape(

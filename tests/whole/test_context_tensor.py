@@ -335,6 +335,9 @@ def _faults():
     y = x.detach()
     torch.distributed.all_reduce(y)
     torch.testing.assert_close(y * 1, 2 * whole(x.detach()))
+    with pytest.raises(ConfigError, match=r"div_: .*other tensors share its memory.*x\.clone\(\)"):
+        x.div_(2)
+    del y
     x.div_(2)
     with pytest.raises(ConfigError, match="changed in place"):
         _Square.apply(x).sum().backward()

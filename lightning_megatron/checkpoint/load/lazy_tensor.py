@@ -24,7 +24,9 @@ from lightning_megatron._torch.graphs import tree_map
 from lightning_megatron._torch.state_dicts import call_as_tensor, tensor_without_memory
 from lightning_megatron.whole.torch_functions import kind_of
 
-ITSELF = frozenset(("format", "shape", "learning", "gradient", "requires_grad_", "retain_grad"))
+ITSELF = frozenset(
+    ("format", "strides", "shape", "learning", "gradient", "requires_grad_", "retain_grad")
+)
 """Kinds of functions that need no values; a lazy tensor answers them itself."""
 _LENDS = frozenset(("array", "storage", "foreign", "data"))
 """Kinds that expose the memory; later writes are not counted by ``_version``."""
