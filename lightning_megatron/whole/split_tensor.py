@@ -341,7 +341,7 @@ def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
     return x_nv.reshape(-1, x_nv.shape[-1]), targets.reshape(-1), split.axis
 
 
-_OF_TENSOR = frozenset(("format", "shape", "learning", "version"))
+_OF_TENSOR = frozenset(("format", "strides", "shape", "learning", "version"))
 RULES: Mapping[Kind, Rule] = {
     **dict.fromkeys(OF_MEMORY, _of_part),
     "strides": _strides,
