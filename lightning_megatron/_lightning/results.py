@@ -57,7 +57,7 @@ AmongRanks: TypeAlias = "dist.ProcessGroup | Literal['everybody'] | None"
 _SYNC = Metric.sync
 
 
-def synchronize_metrics(among: Callable[[], AmongRanks] | None) -> None:
+def synchronize_metrics(among: Callable[[Metric], AmongRanks] | None) -> None:
     """Have metrics without a ``process_group`` synchronise among these ranks.
 
     Replaced: `torchmetrics.Metric.sync`, where a metric that has no group takes the world. A metric
@@ -65,7 +65,7 @@ def synchronize_metrics(among: Callable[[], AmongRanks] | None) -> None:
     torchmetrics lets a process set its default group.
 
     Args:
-        among: gives the ranks when a metric is synchronised; None for torchmetrics' own way.
+        among: gives the ranks of a metric when it is synchronised; None for torchmetrics' own way.
     """
 
     @wraps(_SYNC)
@@ -78,7 +78,7 @@ def synchronize_metrics(among: Callable[[], AmongRanks] | None) -> None:
     ) -> None:
         group = process_group or metric.process_group
         if group is None and among is not None:
-            group = among()
+            group = among(metric)
             if group is None:
                 return
         given = None if group == EVERYBODY else group

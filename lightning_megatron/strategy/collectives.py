@@ -9,13 +9,15 @@ explicit group they concern that group.
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from lightning_megatron._lightning.results import EVERYBODY, AmongRanks, synchronize_metrics
 from lightning_megatron._torch.collectives import start_all_gather
@@ -110,23 +112,41 @@ class MonitoredValues:
         return torch.tensor(mean, dtype=getattr(value, "dtype", None))
 
 
-def share_metrics(topology: Topology) -> None:
-    """Have metrics synchronised over the ranks that saw different samples, until `leave_metrics`.
+class SharedMetrics:
+    """Metrics that are synchronised over the ranks that saw different samples.
 
-    These are all metrics, wherever they are made and kept, but those with a ``process_group`` of
-    the user's.
+    While a run lasts these are all metrics, wherever they are made and kept, but those with a
+    ``process_group`` of the user's. Behind it they are those of the run, as others may be of a run
+    of another strategy.
+
+    Args:
+        topology: the layout of the run.
     """
 
-    def among() -> AmongRanks:
-        if topology.is_closed:  # in a later run, of another strategy
-            return EVERYBODY
-        return topology.batch.group
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._runs = True
+        self._of_run: WeakValueDictionary[int, Metric] = WeakValueDictionary()  # hashes change
+        synchronize_metrics(self._among)
 
-    synchronize_metrics(among)
+    def _among(self, metric: Metric) -> AmongRanks:
+        if self._topology.is_closed:
+            return EVERYBODY
+        if self._runs:
+            self._of_run[id(metric)] = metric
+        elif id(metric) not in self._of_run:
+            return EVERYBODY
+        return self._topology.batch.group
+
+    def rest(self, module: nn.Module) -> None:
+        """The run has ended; its module's metrics may still be computed."""
+        self._runs = False
+        found = [m for m in module.modules() if isinstance(m, Metric)]
+        self._of_run.update({id(metric): metric for metric in found})
 
 
 def leave_metrics() -> None:
-    """Undo `share_metrics`."""
+    """Undo `SharedMetrics`."""
     synchronize_metrics(None)
 
 

@@ -230,6 +230,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
         self.shows_gradients = False
+        self._metrics: collectives.SharedMetrics | None = None
         self.fitting: FittingMicrobatch | None = None
 
     # Processes ---------------------------------------------------------------------------------
@@ -468,7 +469,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.weight_watch.follow()
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
-        collectives.share_metrics(self.topology)
+        self._metrics = collectives.SharedMetrics(self.topology)
         if isinstance(parallel.data, FullySharded):
             parallel.data.order.settle_by(self.votes.register("units of ZeRO 3"))
             self.votes.on_settled(self._check_units)
@@ -922,6 +923,8 @@ class MegatronStrategy(LaunchingStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._step_state = None
+        if self._metrics is not None:
+            self._metrics.rest(self.module)
         self.processes.failures.end_watch()
         self.weight_watch.stop()
         self.optimizer_parameters.stop()

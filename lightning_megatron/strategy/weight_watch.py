@@ -175,8 +175,7 @@ class WeightWatch:
 
     def _call_hooks(self) -> None:
         if self._late_hooks is not None:
-            spread = self._run.parallel.gradients.spread
-            self._late_hooks.call(accumulates=spread and self._run.steps.accumulating)
+            self._late_hooks.call(accumulates=self._run.steps.accumulating)
 
     def _let_clear(self, gradients: GradientSet) -> None:
         """Have ``zero_grad`` of the module look at no gradient: Lightning calls it to validate."""

@@ -247,6 +247,16 @@ class GradientSet:
             self.shard_specs[p].is_whole for p in members if p in self.shard_specs
         )
 
+    def is_spread(self, role: ParameterRole) -> bool:
+        """Whether other ranks have a part in the gradient of a parameter."""
+        summed = any(role is one for one in self._summed)
+        return summed or role.axes(self._topology).mean.size > 1
+
+    @property
+    def shared_by_stages(self) -> list[tuple[dist.ProcessGroup, list[ParameterRole]]]:
+        """Parameters that several stages hold, and the groups of these; alike on their ranks."""
+        return list(self._tied.values())
+
     @property
     def spread(self) -> bool:
         """Whether other ranks have a part in any of the gradients."""

@@ -17,7 +17,6 @@ from torch import nn
 from lightning_megatron._torch.dtensor import hooks_of_sums, with_hooks_of_sums
 from lightning_megatron._torch.graphs import EnableTorchFunction
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.topology.mesh import ParameterAxes
 from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.zero.grad_buckets import OwnHook
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
@@ -69,14 +68,16 @@ class LateHooks:
         """Call the hooks of parameters that have got a gradient, on all ranks alike; collective.
 
         Args:
-            accumulates: whether the gradients of this backward are completed by a later one.
+            accumulates: whether a later backward adds to the gradients of this one.
 
         Raises:
-            ConfigError: they are, and there are hooks.
+            ConfigError: it does, and only then are gradients brought together.
         """
         if not self._with_hooks:
             return
-        if accumulates:
+        members = {id(p) for p in self._with_hooks}
+        roles = [r for r in self._gradients.roles if id(r.parameter) in members]
+        if accumulates and any(map(self._gradients.is_spread, roles)):
             raise ConfigError(
                 "register_post_accumulate_grad_hook on a parameter, accumulate_grad_batches: "
                 "gradients are averaged over ranks once for all batches of a step, so that there "
@@ -85,25 +86,28 @@ class LateHooks:
             )
         topology = self._gradients.topology
         for axes in topology.all_axes:
-            self._call(axes)
-
-    def _call(self, axes: ParameterAxes) -> None:
-        roles = [r for r in self._gradients.roles if r.axes(self._gradients.topology) is axes]
-        members = {id(p) for p in self._with_hooks}
-        mine = [r.parameter for r in roles if id(r.parameter) in members]
-        if not mine:
-            return
-        due = torch.tensor([any(late.is_due for late in _late(p)) for p in mine])
-        if axes.mean.group is not None:
-            flags = due.to(self._gradients.device, torch.int32)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axes.mean.group)
-            due = flags.bool()
-        for parameter, is_due in zip(mine, due.tolist(), strict=True):
-            for late in _late(parameter):
-                late.is_due = False
+            self._agree([r for r in roles if r.axes(topology) is axes], axes.mean.group)
+        self._agree([r for r in roles if r.outside], topology.pp.group)
+        for group, shared in self._gradients.shared_by_stages:
+            self._agree([r for r in shared if id(r.parameter) in members], group)
+        for role in roles:
+            for late in _late(role.parameter):
+                is_due, late.is_due = late.is_due, False
                 if is_due:
                     with torch.no_grad(), EnableTorchFunction():
-                        late.hook(parameter)
+                        late.hook(role.parameter)
+
+    def _agree(self, roles: Sequence[ParameterRole], group: dist.ProcessGroup | None) -> None:
+        """Have hooks called that are due on any rank of a group; collective."""
+        if not roles or group is None:
+            return
+        held = [_late(role.parameter) for role in roles]
+        due = torch.tensor([any(late.is_due for late in hooks) for hooks in held])
+        flags = due.to(self._gradients.device, torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        for hooks, is_due in zip(held, flags.bool().tolist(), strict=True):
+            for late in hooks:
+                late.is_due = is_due
 
     def close(self) -> None:
         """Let torch call the hooks again."""
