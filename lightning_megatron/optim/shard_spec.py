@@ -122,6 +122,15 @@ class ShardSpec:
             whole = axis.part_of(whole, axis.rank)
         return whole
 
+    def own_part(self, held: Tensor) -> Tensor:
+        """View of this rank's shard in what is whole, or gathered along some of the axes."""
+        shape = tuple(held.shape)
+        if shape == self.full_shape:
+            return self.part_of(self.in_rank_order(held))
+        for axis in reversed(self.axes[: self.shapes.index(shape)]):
+            held = axis.part_of(held, axis.rank)
+        return held
+
 
 @runtime_checkable
 class ShardAware(Protocol):

@@ -89,6 +89,8 @@ class WeightWatch:
             parts.end()
         for optimizer in self._run.optimizers:
             _settle_copies(optimizer)
+            if steps_on_shards(optimizer):
+                _cut_state(optimizer, self._run.parallel.gradients)
 
     def stop(self) -> None:
         """Undo `begin`."""
@@ -329,6 +331,16 @@ def _settle_copies(optimizer: Optimizer) -> None:
             unmark(x)
     else:
         held.exchange({id(x): whole(whole_weight(x)).detach() for x in parts})
+
+
+def _cut_state(optimizer: Optimizer, gradients: GradientSet) -> None:
+    """Keep this rank's part of state that an optimizer has when it is made, as Adagrad has."""
+    for role in gradients.roles:
+        values = optimizer.state.get(role.parameter, {})
+        spec, own = gradients.shard_specs[role.parameter], role.values
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.ndim and tuple(value.shape) in spec.shapes:
+                values[key] = spec.own_part(value).to(own.device, own.dtype, copy=True)
 
 
 def _clearing(

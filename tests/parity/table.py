@@ -226,6 +226,7 @@ enter(
     users_optimizers.OPTIMIZERS,
     partial(Entry, kinds=("data parallel", "tp", "pp", "together"), **_STEPS),
     LooksAhead={"also": ("zero 1",)},
+    SumsFromTheStart={"also": ("zero 1", "zero 3")},
     Strays={
         "also": ("zero 3",),
         "refused": dict.fromkeys(("pp", "together"), r"optimizer=Distance, pp=2: .* \(stack\)"),

@@ -259,6 +259,13 @@ class Adapts(Stranger):
         return DAdapt(self.parameters())
 
 
+class SumsFromTheStart(Stranger):
+    """Has its state when it is made."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1, initial_accumulator_value=0.2)
+
+
 class Strays(Stranger):
     def configure_optimizers(self) -> Any:
         return Distance(self.parameters())
@@ -337,7 +344,7 @@ class HooksOfTrust(HookAfterStep):
 OPTIMIZERS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
-        *(LooksAhead, LooksAheadTwice, CopiesAtFirst, Strays),
+        *(LooksAhead, LooksAheadTwice, CopiesAtFirst, Strays, SumsFromTheStart),
         *(SharpnessAware, SharpnessByHand, SearchesLine),
         *(NormOfAll, Adapts),
         *(HookBeforeStep, HookBeforeStepByHand, HookAfterStep, HooksOfTrust),

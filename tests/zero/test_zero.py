@@ -1,5 +1,6 @@
 """What ZeRO communicates, keeps and frees."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -85,9 +86,12 @@ def count_job(
     options: dict[str, Any], accumulate: int = 1
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """Collectives of each batch as (all-reduces, reduce-scatters, all-gathers)."""
+    zero = options["zero"]
+    zero = zero if isinstance(zero, ShardingConfig) else ShardingConfig(stage=zero)
     strategy = MegatronStrategy(
         num_microbatches=MICROBATCHES,
-        **options,
+        # Comparisons are not part of data parallelism.
+        **{**options, "zero": replace(zero, compare_copies=False)},
     )
     counter = Counter()
     trainer = quiet_trainer(
