@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_megatron._torch.step_hooks import step_hooks
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.precision.loss_scale import SMALLEST, LossScale
@@ -20,7 +21,7 @@ from lightning_megatron.zero.data_parallel import ComputeTypes
 from lightning_megatron.zero.gradients import GradientSet
 
 
-class Fp16Precision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
+class Fp16Precision(ShardedPrecision, MixedPrecision):
     """Plugin of ``16-mixed``: float16 products with a loss scale on which all ranks agree.
 
     ``Trainer(precision="16-mixed")`` makes one with the defaults; on CPUs Lightning makes it
@@ -96,7 +97,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
         return self._finite[optimizer]
 
     @override
-    def closure_and_step(
+    def optimizer_step(  # type: ignore[override]
         self,
         optimizer: Optimizer,
         model: LightningModule,
@@ -104,6 +105,9 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Run the closure, unscale gradients, and step unless a gradient overflowed on any rank."""
+        if step_hooks(optimizer) is not None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        self.skipped = False
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
                 "precision='16-mixed', optimizer=LBFGS: it runs the closure several times a step, "

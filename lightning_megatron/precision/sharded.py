@@ -100,23 +100,13 @@ class ShardedPrecision(PrecisionAroundClosure):
         """
         self.skipped = False
         hooks = step_hooks(optimizer)
-        if hooks is None:
-            return self.closure_and_step(optimizer, model, closure, **kwargs)
-        given = hooks.before({"closure": closure, **kwargs})
-        with hooks.aside():
-            result = self.closure_and_step(optimizer, model, **given)
-        if not self.skipped:
-            hooks.after(given)
-        return result
-
-    def closure_and_step(
-        self,
-        optimizer: Optimizer,
-        model: LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
-    ) -> Any:
-        """Run the closure and step, or let the step of the optimizer run it."""
+        if hooks is not None:
+            given = hooks.before({"closure": closure, **kwargs})
+            with hooks.aside():  # so that it has none
+                result = self.optimizer_step(optimizer, model, **given)
+            if not self.skipped:
+                hooks.after(given)
+            return result
         if not steps_on_shards(optimizer):
             try:
                 return self._step_with_closure(optimizer, model, closure, **kwargs)

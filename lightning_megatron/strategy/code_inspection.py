@@ -30,11 +30,11 @@ def own_functions(observer: object) -> Iterator[tuple[str, FunctionType]]:
     Hooks may be set on the object, as ``LambdaCallback`` does. What anybody has added to a class of
     a library, such as ``nn.Module``, is nobody's code for this object, and not on every rank.
     """
-    classes = (c for c in type(observer).__mro__ if not f"{c.__module__}.".startswith(_LIBRARIES))
+    classes = (c for c in type(observer).__mro__ if not is_of_library(c))
     for holder in (vars(observer), *map(vars, classes)):
         for name, value in holder.items():
             function = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(function, FunctionType) and not _is_of_library(function):
+            if isinstance(function, FunctionType) and not is_of_library(function):
                 yield name, function
 
 
@@ -72,7 +72,7 @@ def names_in(function: FunctionType) -> frozenset[str]:
         names = set(_names_of(reading.__code__))
         found |= names
         called = (reading.__globals__.get(name) for name in names)
-        to_read += [f for f in called if isinstance(f, FunctionType) and not _is_of_library(f)]
+        to_read += [f for f in called if isinstance(f, FunctionType) and not is_of_library(f)]
     return frozenset(found)
 
 
@@ -83,8 +83,9 @@ def is_users(hook: Any) -> bool:
     return not f"{written}.".startswith(_LIBRARIES)
 
 
-def _is_of_library(function: FunctionType) -> bool:
-    return f"{function.__module__}.".startswith(_LIBRARIES)
+def is_of_library(written: FunctionType | type) -> bool:
+    """Whether a function or class is of torch, of Lightning or of this package."""
+    return f"{written.__module__}.".startswith(_LIBRARIES)
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -9,7 +9,7 @@ explicit group they concern that group.
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -124,19 +124,20 @@ class SharedMetrics:
     """
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+        self._topology = ref(topology)  # its groups end with it
         self._runs = True
         self._of_run: WeakValueDictionary[int, Metric] = WeakValueDictionary()  # hashes change
         synchronize_metrics(self._among)
 
     def _among(self, metric: Metric) -> AmongRanks:
-        if self._topology.is_closed:
+        topology = self._topology()
+        if topology is None or topology.is_closed:
             return EVERYBODY
         if self._runs:
             self._of_run[id(metric)] = metric
         elif id(metric) not in self._of_run:
             return EVERYBODY
-        return self._topology.batch.group
+        return topology.batch.group
 
     def rest(self, module: nn.Module) -> None:
         """The run has ended; its module's metrics may still be computed."""

@@ -8,17 +8,20 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import mlflow, wandb
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from lightning_megatron._lightning.results import (
+    EVERYBODY,
     UPDATE_COUNT,
+    AmongRanks,
     count_first_update,
     count_update,
     forget_computed,
     initial_states,
     replaced_log,
     set_value_on_batch,
+    synchronize_metrics,
     training_sums,
     uploads_checkpoints,
     value_on_batch,
@@ -118,3 +121,30 @@ def test_uploads_checkpoints(kind: type) -> None:
         logger._log_model = given
         assert uploads_checkpoints(logger) is uploads
     assert not uploads_checkpoints(object())
+
+
+def test_the_ranks_of_a_metric_are_asked_for_when_it_is_synchronised() -> None:
+    original, asked, metric = Metric.sync, list[Metric](), MeanMetric()
+    metric.update(2.0)
+
+    def among(one: Metric) -> AmongRanks:
+        asked.append(one)
+        return None if len(asked) == 1 else EVERYBODY
+
+    def gather(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        assert group is None
+        return [value, value + 4]
+
+    synchronize_metrics(among)
+    try:
+        options = {"dist_sync_fn": gather, "distributed_available": lambda: True}
+        metric.sync(**options)
+        assert not metric._is_synced, "no other rank"
+        metric.sync(**options)
+        assert metric._is_synced
+        metric.unsync()
+        assert all(one is metric for one in asked)
+        assert len(asked) == 2
+    finally:
+        synchronize_metrics(None)
+    assert Metric.sync is original

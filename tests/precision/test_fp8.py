@@ -216,7 +216,7 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     layout: Any = SimpleNamespace(
         module=Odd(),
-        data=None,
+        data=Odd(),
         topology=SimpleNamespace(device=device),
         transforms=SimpleNamespace(sharding=ShardingConfig(stage=1)),
     )

@@ -147,7 +147,7 @@ def test_stages_of_a_pipeline_communicate_alike(pool: WorkerPool, zero: int) -> 
     expected = EXPECTED[list(EXPECTED)[zero]][1]
     per_stage = (1, *(n // 2 for n in expected[1:])) if zero == 3 else expected
     for batches, _ in pool.run(4, count_job, {"pp": 2, "zero": zero}):
-        assert set(batches) == {per_stage}
+        assert set(batches[1:]) == {per_stage}, "the first has a vote on hooks of layers"
 
 
 def test_hybrid_sharding_reduces_twice(pool: WorkerPool) -> None:

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
@@ -552,7 +552,7 @@ def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1, ep: int = 1) 
                 f"spectral_norm of torch.nn.utils), and {axis}={degree} slices it as a parameter; "
                 f"nearest valid: {without}"
                 for leaf in layer.shard_dims()
-                if leaf in vars(layer)
+                if isinstance(vars(layer).get(leaf), Tensor)
             ]
         if has_unknown_sizes(layer):
             problems.append(

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_megatron._torch.graphs import tree_flatten, tree_unflatten
@@ -33,7 +34,7 @@ from lightning_megatron.strategy.attributes import (
     modules_beside_trunk,
     value_of,
 )
-from lightning_megatron.strategy.code_inspection import methods_of
+from lightning_megatron.strategy.code_inspection import is_of_library, methods_of
 from lightning_megatron.strategy.step.forward import Forward
 
 _TAKERS = {
@@ -68,7 +69,7 @@ class BatchOutputs:
             module: Any = self._forward.module
             observers = (module, *module.trainer.callbacks)
             taker = _TAKERS.get(name)
-            self._used[name] = taker is None or any(taker in methods_of(one) for one in observers)
+            self._used[name] = taker is None or any(_takes(one, taker) for one in observers)
         return self._used[name]
 
     def begin(self, name: str) -> None:
@@ -148,6 +149,13 @@ class BatchOutputs:
             for name, content in attributes_of(module):
                 if value_of(content, device) is None:
                     yield dotted(path, name), (Look().at(content), content)
+
+
+def _takes(observer: Any, hook: str) -> bool:
+    """Whether a module or callback of the user's has a hook of its own."""
+    base = Callback if isinstance(observer, Callback) else LightningModule
+    own = getattr(type(observer), hook) is not getattr(base, hook)
+    return hook in methods_of(observer) or (own and not is_of_library(type(observer)))
 
 
 def has_more(name: str, output: Any) -> bool:

@@ -27,11 +27,14 @@ class Where(L.Callback):
         optimizer = trainer.optimizers[0]
         own = {p.data_ptr() for p in map(local, module.parameters())}
 
-        def look(*_: Any) -> None:
+        step = optimizer.step
+
+        def look_and_step(*args: Any, **kwargs: Any) -> Any:
             held = [p for group in optimizer.param_groups for p in group["params"]]
             self.apart |= {p.data_ptr() not in own for p in held if p.numel()}
+            return step(*args, **kwargs)
 
-        optimizer.register_step_pre_hook(look)
+        optimizer.step = look_and_step
 
 
 def offload_job(
