@@ -304,7 +304,9 @@ def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer
     # It is lent whole tensors, on every rank; a shard of one row may look like a sum over rows.
     if tuple(local.shape) == parameter.full_shape:
         return replace(parameter, tensor=parameter.cut(local), aliases=())
-    return whole(local)
+    if local.numel() == 1 or set(local.shape) <= {1, *parameter.full_shape}:
+        return whole(local)
+    return None
 
 
 def _without(key: str, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:

@@ -466,7 +466,7 @@ class Pipeline(Executor):
     def repeat(self, step: Callable[[], Any]) -> Any:
         kept, self._kept = self._kept, {}
         position = self._position[self._final]
-        self._lengths.forward(0, position)
+        self._lengths.backward(0, position)  # whose sequences are those of all
         self._trunk.connect(_Again(position, [kept[index] for index in sorted(kept)]))
         try:
             return step()

@@ -9,6 +9,8 @@ steps pays for ``log2(n) + 3`` comparisons, each a reading of the weights and on
 
 from collections.abc import Callable
 
+import torch
+
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ReplicaError
 from lightning_megatron.fault_tolerance.announce import announce
@@ -65,9 +67,12 @@ class ReplicaWatch:
         """Compare what is held alike after a step; collective."""
         run = self._run
         run.parallel.data.come_to_rest()
+        peers = Peers(run.host_group)
+        # A rank that is in a collective of the user's shows here, as in the votes of a batch.
+        peers.vote(True, torch.device("cpu"), all=True)
         self.comparisons += 1
         held = shared_weights(run.parallel.gradients)
-        found = compare(held, Peers(run.host_group))
+        found = compare(held, peers)
         if found is None:
             self._on = False
         elif found:

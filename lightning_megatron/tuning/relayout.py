@@ -41,6 +41,7 @@ from lightning_megatron.checkpoint.trainer_state.codec import Decoder, Encoder
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.optim.held_tensors import keeps_others
+from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize_again
 from lightning_megatron.parallel.skeleton import (
     changed_since,
@@ -227,7 +228,7 @@ class _Trunk:
 
     def _state(self, index: int, optimizer: Optimizer, names: Mapping[Tensor, str]) -> Any:
         """Add the state of an optimizer; return what is no tensor."""
-        if keeps_others(optimizer):
+        if not steps_on_shards(optimizer) and keeps_others(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps tensors outside of its state, which would stay "
                 "those of this layout; nearest valid: optimizer.state[p] for what it keeps of p"

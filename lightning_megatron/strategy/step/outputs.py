@@ -93,12 +93,14 @@ class BatchOutputs:
         """
         if len(microbatches) == 1 or not self.are_used(name) or not has_more(name, outputs[0]):
             return outputs[0]
+        # Before parts of sequences are joined as if they were wholes.
+        outputs = [self._forward.as_whole(output) for output in outputs]
         flat = [tree_flatten(output, is_leaf=is_plain_list) for output in outputs]
         specs = [spec for _, spec in flat]
         columns = list(zip(*(leaves for leaves, _ in flat), strict=False))
         if not self._is_open(name, outputs[0]) and all(spec == specs[0] for spec in specs):
             return tree_unflatten([_joined(column) for column in columns], specs[0])
-        whole = self._again(name, args, microbatches)
+        whole = self._forward.as_whole(self._again(name, args, microbatches))
         if name == "training_step":
             whole = {**whole, "loss": outputs[0]["loss"]}  # in whose place comes that of the batch
         leaves, spec = tree_flatten(whole, is_leaf=is_plain_list)
