@@ -89,8 +89,8 @@ class Replicas(Protocol):
 
     answer: Callable[[list[Difference]], None] | None
 
-    def describe(self, step: int, found: list[Difference]) -> str:
-        """Who differs in what, since when, and why that may be; collective."""
+    def report(self, step: int, found: list[Difference], *, healing: str | None = None) -> str:
+        """Tell the log and the user of differences, and return the text; collective."""
         ...
 
 

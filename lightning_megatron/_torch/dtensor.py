@@ -56,13 +56,13 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def hooks_of_sums(tensor: Tensor) -> dict[int, Any]:
-    """What ``register_post_accumulate_grad_hook`` was given, by handle (2.11-2.13)."""
+    """Return the hooks of ``register_post_accumulate_grad_hook``, by handle (2.11-2.13)."""
     found: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     return found
 
 
 def with_hooks_of_sums(tensors: Sequence[T]) -> list[T]:
-    """Those of ``tensors`` that have `hooks_of_sums`; asked in every batch (2.11-2.13)."""
+    """Return the tensors that have `hooks_of_sums`; asked in every batch (2.11-2.13)."""
     return [t for t, hooks in zip(tensors, map(_hooks_of_sums, tensors), strict=True) if hooks]
 
 

@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ReplicaError, raise_if_any
-from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.numbers.diagnosis import in_words
 from lightning_megatron.fault_tolerance.replica_comparison import (
     Difference,
@@ -135,28 +134,15 @@ class ReplicaCheck(pl.Callback):
         wrong = suspects(self.found)
         unclear = [one for one in self.found if not one.wrong]
         heals = self._action == "heal" and not unclear
-        text = services.replicas.describe(trainer.global_step, self.found)
-        ranks = wrong or sorted({r for one in unclear for group in one.groups for r in group})
-        services.events.write(
-            "fault",
-            what="replica",
-            rank_of_fault=ranks,
-            section="other",
-            detail=text,
-            action=self._action if heals else "raise",
-        )
-        if services.is_global_zero:
-            action = f"healing {in_words(wrong)}" if heals else "the run ends"
-            announce("replicas differ", [f"step {trainer.global_step}: {text}", action])
+        step, action = trainer.global_step, f"healing {in_words(wrong)}" if heals else None
+        text = services.replicas.report(step, self.found, healing=action)
         if not heals:
-            raise ReplicaError(f"step {trainer.global_step}: {text}")
+            raise ReplicaError(text)
         _heal(self.found, _held(services), services)
         again = self._compare(trainer)
         if again:
             still = ", ".join(one.name for one in again)
-            raise ReplicaError(
-                f"step {trainer.global_step}: {text}; after healing still different: {still}"
-            )
+            raise ReplicaError(f"{text}; after healing still different: {still}")
         self.healed += len(wrong)
 
     @override

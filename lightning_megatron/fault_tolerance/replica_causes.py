@@ -1,4 +1,4 @@
-"""What is said of copies that differ: which ranks, which tensors, and the likeliest causes."""
+"""Text about copies that differ: which ranks, which tensors, and the likeliest causes."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _HARDWARE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What is known of a run in which copies differ."""
+    """State of a run in which copies differ, as far as it tells why."""
 
     equal_at: int | None = None
     """Step after which they were equal; None if they have not been compared before."""

@@ -10,6 +10,8 @@ strategy installs a `StagePort` in the trunk: the port replaces the input by the
 from the previous stage, and, unless this is the last stage, takes the output away by raising a
 private exception through the user's ``training_step``. Code before the call therefore runs on every
 rank and code after it on the last stage only.
+
+The file is long because a trunk, its absent items and the protocol of its port know each other.
 """
 
 import inspect

@@ -99,10 +99,10 @@ class GatheredStep:
         self._tell = tell
         self._held = HeldTensors(optimizer)
         self._known: dict[Tensor, tuple[LentTensor, Tensor | None]] = {}
-        """What was lent ever in place of parameters, and its memory; None if it is theirs."""
+        """Tensors that were lent ever in place of parameters, and their memory; None if it is theirs."""
         self._lent: dict[Tensor, LentTensor] = {}
         self._own_values: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
-        """What this rank has of the values and gradients that were lent."""
+        """This rank's part of the values and gradients that were lent."""
         self._stepped_on_whole: list[RowShard] = []
         self._filled = False
 

@@ -159,7 +159,7 @@ class StagedStep(GatheredStep):
             p: name for name, p in stages.own.items() if name in stages.names
         }
         self._staged: dict[str, StageTensor] = {}
-        """What is lent, by the name of the weight."""
+        """Tensors that are lent, by the name of the weight."""
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
         """Entries that have other values during a step: where, their names, and their values."""
         self._states: list[tuple[str, Any, Any]] = []
@@ -171,7 +171,7 @@ class StagedStep(GatheredStep):
         """State of own parameters as the last step left it, and as that step saw it."""
         self._formats: dict[str, torch.dtype] = {}
         self._copies: dict[int, StageTensor] = {}
-        """What is lent in the place of tensors that the optimizer keeps, which it keeps alive."""
+        """Tensors that are lent in the place of those that the optimizer keeps, which stay alive."""
         with DisableTorchFunctionSubclass():
             self._watched = not self._can_see_all()
         self._weights = (WatchedWeights if self._watched else LentWeights)(stages)
@@ -183,7 +183,7 @@ class StagedStep(GatheredStep):
 
     @property
     def unites(self) -> str:
-        """What asked for values of several parameters; empty if nothing has."""
+        """Function that asked for values of several parameters; empty if none has."""
         return self._weights.asked or self._weights.filled
 
     @contextmanager
@@ -317,7 +317,7 @@ class StagedStep(GatheredStep):
         values[name] = other
 
     def _lent_of(self, parameter: Any, of: Mapping[int, Tensor]) -> Tensor:
-        """What is lent in the place of a parameter of any stage."""
+        """Return the tensor that is lent in the place of a parameter of any stage."""
         if isinstance(parameter, StageTensor):
             return self._staged_for(parameter.weight_name, None, 0)
         return of.get(id(parameter), parameter)

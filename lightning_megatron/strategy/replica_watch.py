@@ -15,7 +15,7 @@ from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ReplicaError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.replica_causes import Circumstances, describe
-from lightning_megatron.fault_tolerance.replica_comparison import Difference
+from lightning_megatron.fault_tolerance.replica_comparison import Difference, suspects
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.zero.replicas import compare, shared_weights, trained_names
 
@@ -84,26 +84,38 @@ class ReplicaWatch:
         if self.answer is not None:
             self.answer(found)
             return
-        run = self._run
-        text = f"step {step}: {self.describe(step, found)}"
-        ranks = sorted({r for one in found for group in one.groups for r in group})
-        run.events.write(
-            "fault",
-            what="replica",
-            rank_of_fault=ranks,
-            section="other",
-            detail=text,
-            action="raise",
-        )
-        if run.is_global_zero:
-            announce("replicas differ", [text, "the run ends"])
         raise ReplicaError(
-            f"{text}; nearest valid: what makes them equal, or "
+            f"{self.report(step, found)}; nearest valid: what makes them equal, or "
             "zero=ShardingConfig(..., compare_copies=False), which compares nothing"
         )
 
-    def describe(self, step: int, found: list[Difference]) -> str:
-        """Who differs in what, since when, and why that may be; the same on every rank."""
+    def report(self, step: int, found: list[Difference], *, healing: str | None = None) -> str:
+        """Tell the log and the user of differences; collective.
+
+        Args:
+            step: after which they were found.
+            found: see above.
+            healing: words for what is done about them; None if the run ends.
+
+        Returns:
+            Who differs in what, since when, and why that may be; the same on every rank.
+        """
+        run = self._run
+        text = f"step {step}: {self._describe(step, found)}"
+        every = sorted({r for one in found for group in one.groups for r in group})
+        run.events.write(
+            "fault",
+            what="replica",
+            rank_of_fault=suspects(found) or every,
+            section="other",
+            detail=text,
+            action="raise" if healing is None else "heal",
+        )
+        if run.is_global_zero:
+            announce("replicas differ", [text, healing or "the run ends"])
+        return text
+
+    def _describe(self, step: int, found: list[Difference]) -> str:
         run = self._run
         own = trained_names(run.parallel.gradients, run.optimizers)
         names = set(own).union(*Peers(run.host_group).all_gather(own))

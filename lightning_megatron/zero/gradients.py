@@ -414,7 +414,7 @@ class GradientSet:
         """
         self.settle()
         groups = None if optimizer is None else optimizer.param_groups
-        stamp, known = self._stamps(), self._known
+        stamp, known = self.stamps(), self._known
         fits = known is not None and (groups is None or groups is known.groups)
         if known is None or not fits or known.stamp != stamp:
             self._asked = self._asked if groups is None else groups
@@ -474,7 +474,8 @@ class GradientSet:
         squares = global_squares([(counted, ())], self._topology.device, self._world_group)
         return squares[0].sqrt()
 
-    def _stamps(self) -> list[tuple[int, int]]:
+    def stamps(self) -> list[tuple[int, int]]:
+        """What differs when any gradient has changed."""
         # Not their local tensors, which are made anew for every look.
         rows = (r.rows.gradient for r in self.roles if r.rows is not None)
         found = (*rows, *(p.grad for p in self.parameters))
@@ -497,7 +498,7 @@ class GradientSet:
         assert known is not None
         others = known.others if optimizer is not None else known.others * factor.square()
         held = known.held * factor.square()
-        self._known = replace(known, stamp=self._stamps(), held=held, others=others)
+        self._known = replace(known, stamp=self.stamps(), held=held, others=others)
         return norm
 
     def clip_units(self, rule: UnitClip, optimizer: Optimizer | None = None) -> None:

@@ -351,6 +351,19 @@ def _clamp(parameter: Tensor) -> None:
     parameter.grad.clamp_(-0.01, 0.01)
 
 
+class PerturbsInput(Gradients):
+    """Trains on inputs that are moved along a gradient, which a backward in the step has made."""
+
+    by_hand = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        moved = x.clone().requires_grad_(True)
+        self.loss((moved, y)).backward()
+        assert moved.grad is not None
+        return self.loss(((x + 0.1 * moved.grad.sign()), y))
+
+
 class StepsInBackward(Gradients):
     """An optimizer for each parameter, which steps as soon as there is its gradient."""
 

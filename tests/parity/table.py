@@ -365,6 +365,12 @@ TABLE["gradients/DifferentiatesAll"] = Entry(
     without=("zero 0", "zero 1", "zero 2"),
     refused={"zero 3": _LOCAL},
 )
+TABLE["gradients/PerturbsInput"] = Entry(
+    module=gradients_by_hand.PerturbsInput,
+    kinds=("data parallel", "tp", "microbatches"),
+    also=("zero 1", "one rank in parts"),
+    refused={"microbatches": r"training_step makes or clears gradients itself"},
+)
 TABLE["gradients/PenaltyOfTwoCalls"] = Entry(
     module=gradients_by_hand.PenaltyOfTwoCalls,
     kinds=("data parallel",),

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import company
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.apply import ParallelModule
@@ -107,13 +108,35 @@ class Forward:
             recorder.begin_microbatch(microbatches.weights[index] if logs else None)
             self._seeds.microbatch(index)
             kept = counts and not fills
-            with self._context(name), self._trace(kept=kept), self._watch(name):
+            with (
+                self._context(name),
+                self._trace(kept=kept),
+                self._watch(name),
+                self._without_gradients(name),
+            ):
                 if pipelined:
                     return getattr(self.module, name)(microbatches.batches[index], *args[1:])
                 return self.parallel.step(name, microbatches.batches[index], *args[1:])
 
         with recorder.recording(), self._seeds.batch():
             yield on_microbatch, recorder
+
+    @contextmanager
+    def _without_gradients(self, name: str) -> Iterator[None]:
+        """Refuse gradients that a step makes itself, among those of the batch's microbatches.
+
+        One process clears them behind the step, before the backward of its loss.
+        """
+        gradients = self.parallel.gradients if name == "training_step" else None
+        before = None if gradients is None else gradients.stamps()
+        yield
+        if gradients is not None and gradients.stamps() != before:
+            raise ConfigError(
+                f"{type(self.module).__name__}.training_step makes or clears gradients itself "
+                "(loss.backward(), zero_grad()), while those of earlier microbatches are there; "
+                "nearest valid: torch.autograd.grad(loss, x) for the gradient of an input, or "
+                "num_microbatches=1"
+            )
 
     def once_more(self, name: str, args: Sequence[Any]) -> Any:
         """Call a step on the whole batch, which has run in microbatches; only its output counts."""
