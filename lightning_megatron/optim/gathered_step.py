@@ -99,7 +99,7 @@ class GatheredStep:
         self._tell = tell
         self._held = HeldTensors(optimizer)
         self._known: dict[Tensor, tuple[LentTensor, Tensor | None]] = {}
-        """Tensors that were lent ever in place of parameters, and their memory; None if it is theirs."""
+        """Tensors that were ever lent, by parameter, and their memory; None if it is theirs."""
         self._lent: dict[Tensor, LentTensor] = {}
         self._own_values: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         """This rank's part of the values and gradients that were lent."""

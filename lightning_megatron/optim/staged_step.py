@@ -171,7 +171,7 @@ class StagedStep(GatheredStep):
         """State of own parameters as the last step left it, and as that step saw it."""
         self._formats: dict[str, torch.dtype] = {}
         self._copies: dict[int, StageTensor] = {}
-        """Tensors that are lent in the place of those that the optimizer keeps, which stay alive."""
+        """Tensors that are lent in the place of those that the optimizer keeps."""
         with DisableTorchFunctionSubclass():
             self._watched = not self._can_see_all()
         self._weights = (WatchedWeights if self._watched else LentWeights)(stages)
