@@ -80,6 +80,7 @@ class SplitOutput(Subject):
     @override
     def begin(self) -> None:
         self._topology = make_topology(self.world_size)
+        self._made.clear()  # a worker may keep layers of another job's groups
 
     @override
     def make(self, shape: Shape, parallel: bool, factor: float = 1.0) -> tuple[Tensor, Leaves]:
@@ -110,6 +111,7 @@ class ContextOutput(Subject):
     @override
     def begin(self) -> None:
         self._topology: Topology = context_topology(self.world_size)
+        self._made.clear()  # a worker may keep layers of another job's groups
 
     @override
     def make(self, shape: Shape, parallel: bool, factor: float = 1.0) -> tuple[Tensor, Leaves]:
