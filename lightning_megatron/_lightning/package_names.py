@@ -21,6 +21,12 @@ from lightning.pytorch.utilities import rank_zero_info
 _STANDS_FOR = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """Package of ``lightning`` by the name of the one that stands beside it."""
 
+UNITING = (
+    "`import lightning_megatron.pytorch_lightning` before the first import of pytorch_lightning, "
+    "which then means lightning.pytorch"
+)
+"""What a user writes who has the other package."""
+
 
 def other_package(name: str) -> ModuleType | None:
     """A module of the package ``pytorch_lightning`` (or ``lightning_fabric``) itself.

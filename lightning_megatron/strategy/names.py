@@ -17,9 +17,10 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from lightning_megatron._lightning.package_names import other_package
+from lightning_megatron._lightning.package_names import UNITING, other_package
 from lightning_megatron._lightning.registry import open_registry
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.value import StrategyValue
 
 NAME = "megatron"
 
@@ -77,9 +78,8 @@ def _takes(given: object) -> bool:
     """Whether ``given`` is a name of ours; a strategy of ours begins anew."""
     if isinstance(given, str):
         return options_of(given) is not None
-    begin_anew = getattr(given, "begin_anew", None)
-    if begin_anew is not None:
-        begin_anew()
+    if isinstance(given, StrategyValue):
+        given.begin_anew()
     return False
 
 
@@ -92,8 +92,7 @@ _FABRIC = (
 _OTHER_PACKAGE = (
     "Trainer(strategy={given}): this Trainer is of the package pytorch_lightning, and "
     "MegatronStrategy is for that of lightning.pytorch, whose classes are others; nearest valid: "
-    "`import lightning_megatron.pytorch_lightning` before the first import of "
-    "pytorch_lightning, which then means lightning.pytorch"
+    + UNITING
 )
 _ELSEWHERE = (
     ("lightning", "fabric.strategies", "STRATEGY_REGISTRY", _FABRIC),
@@ -118,6 +117,6 @@ def refuse_elsewhere() -> None:
 def _refuse(text: str, given: object) -> bool:
     """Raise ``text`` for a name or a strategy of ours."""
     name = isinstance(given, str) and given.lower().startswith(NAME)
-    if name or hasattr(given, "begin_anew"):
-        raise ConfigError(text.format(given=repr(given)))
+    if name or isinstance(given, StrategyValue):
+        raise ConfigError(text.format(given=repr(given) if name else given))
     return False

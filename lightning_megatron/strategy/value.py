@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 
 from lightning_megatron._lightning.connectors import cluster_environment
 from lightning_megatron._lightning.launch import LaunchingStrategy
+from lightning_megatron._lightning.package_names import UNITING, other_package
 from lightning_megatron.errors import ConfigError
 
 
@@ -33,10 +34,21 @@ class StrategyValue(LaunchingStrategy):
         return _make, (type(self), *self._given)
 
     @override
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
+        """Text that makes the same strategy."""
         args, kwargs = self._given
         options = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         return f"{type(self).__name__}({', '.join(options)})"
+
+    @override
+    def __repr__(self) -> str:
+        """The same; where the package ``pytorch_lightning`` is in use, with what it needs.
+
+        Lightning's refusal of a strategy shows this. A Trainer of the other package cannot be told
+        more if that was imported after the strategy was made (`strategy.names`).
+        """
+        foreign = other_package("pytorch_lightning") is not None
+        return f"{self}, for lightning.pytorch ({UNITING})" if foreign else str(self)
 
     def begin_anew(self) -> None:
         """Forget the Trainer that it was given to, as a further one takes it.
@@ -50,7 +62,7 @@ class StrategyValue(LaunchingStrategy):
         runs = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
         if trainer is not None and trainer.strategy is self and runs:
             raise ConfigError(
-                f"Trainer(strategy={self!r}): this strategy is at work in a Trainer that has not "
+                f"Trainer(strategy={self}): this strategy is at work in a Trainer that has not "
                 "ended; nearest valid: strategy=copy.deepcopy(strategy), which has the same options"
             )
         args, kwargs = self._given
@@ -65,7 +77,7 @@ class StrategyValue(LaunchingStrategy):
         assert self.lightning_module is not None
         if cluster_environment(self.lightning_module.trainer) is not self.cluster_environment:
             raise ConfigError(
-                f"Trainer(strategy={self!r}): this strategy was given to another Trainer later, "
+                f"Trainer(strategy={self}): this strategy was given to another Trainer later, "
                 "and has its devices; nearest valid: a strategy for each Trainer that is to go "
                 "on, such as strategy=copy.deepcopy(strategy)"
             )

@@ -263,8 +263,8 @@ def examine(
     problems += _loop_problems(module, options)
     if is_compiled(module):
         problems.append(
-            "torch.compile(module): the layout is put on parts of the module, and this has made them "
-            "one graph; nearest valid: MegatronStrategy(compile=CompileConfig(scope='model'))"
+            "torch.compile(module): the layout is put on parts of the module, which is now one "
+            "graph; nearest valid: MegatronStrategy(compile=CompileConfig(scope='model'))"
         )
     if layout_is_legal:
         problems += _compile_problems(options)
