@@ -41,10 +41,13 @@ class SeenAsDDP(ParallelStrategy):
 
 
 @cache
-def _seen_as_ddp(kind: Any) -> Any:
-    """A subclass of the same name, which is registered as a DDPStrategy and never made."""
+def _seen_as_ddp(kind: type) -> type:
+    """A class with the names of ``kind`` that is registered as a DDPStrategy; nothing is of it.
+
+    It is no subclass: parsers of command lines look for a class by its name among all of those.
+    """
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return DDPStrategy.register(type(kind)(kind.__name__, (kind,), names))
+    return DDPStrategy.register(type(kind.__name__, (), names))
 
 
 def is_compiled(module: LightningModule) -> bool:

@@ -124,7 +124,7 @@ def copy_with_indices(loader: DataLoader[Any], indices: Any) -> DataLoader[Any]:
     """
     view = copy.copy(loader)
     vars(view).pop("_get_iterator", None)
-    vars(view)["_iterator"] = None  # persistent workers are the original's
+    vars(view).update(_iterator=None)  # persistent workers are the original's
     vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
     return view
 

@@ -29,6 +29,7 @@ def test_seen_as_ddp() -> None:
     assert isinstance(one, Divides)
     assert isinstance(other, Divides)
     assert isinstance(one, Strategy)
+    assert not Divides.__subclasses__()
     real: Any = DDPStrategy(find_unused_parameters=True, broadcast_buffers=False)
     assert real._ddp_kwargs == dict(one._ddp_kwargs)
 

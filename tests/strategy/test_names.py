@@ -80,7 +80,7 @@ def test_fabric_says_what_to_write(given: Any) -> None:
 
 
 def test_the_other_package_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its Trainer asks; `tests/launched` has the package itself."""
+    """As its Trainer asks; the package is not installed here."""
     other, registry = ModuleType("pytorch_lightning.strategies"), _StrategyRegistry()
     vars(other)["StrategyRegistry"] = registry
     monkeypatch.setitem(sys.modules, other.__name__, other)
