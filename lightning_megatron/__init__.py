@@ -246,7 +246,9 @@ def _megatron(**options: Any) -> "MegatronStrategy":
     return MegatronStrategy(**options)
 
 
-if (_lightning := sys.modules.get("lightning.pytorch.strategies")) is not None:
-    # Whoever imports Lightning first has the name from here on; otherwise it is known as soon as
-    # a strategy of this package is imported.
-    _lightning.StrategyRegistry.register("megatron", _megatron, override=True)
+if (_strategies := sys.modules.get("lightning.pytorch.strategies")) is not None:
+    # Whoever imports Lightning first has the names from here on; otherwise they are known as soon
+    # as a strategy of this package is imported.
+    from lightning_megatron.strategy.names import register
+
+    register(_strategies.StrategyRegistry, _megatron)

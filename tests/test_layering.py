@@ -71,6 +71,7 @@ LAYERS = {
     "strategy": 11,
     # 12 and 13: the command line, the public names
     "cli": 12,
+    "pytorch_lightning": 12,  # imported by users for what it does
     "__init__": 13,
     "__main__": 13,
     "recipes": 14,  # copied by users, so they import the public names

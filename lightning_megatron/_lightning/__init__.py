@@ -19,6 +19,9 @@ Trainer of a run:
 * the methods of loggers, with the callback LoggerGuard only;
 * ``process_dataloader`` of the strategy, with the callback WorkerGuard only.
 
+Replaced for the process are ``available_strategies`` and ``get`` of the registries of strategies,
+which then know names of layouts.
+
 Values are set that have no public setter, or none that holds:
 
 * ``_device_mesh`` of the module, and ``inference_mode`` of the loops that evaluate;

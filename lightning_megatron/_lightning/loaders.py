@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader
 
 Stateful = _Stateful
@@ -117,12 +116,3 @@ def replace_predicted_batches(loader: DataLoader[Any], replaced: Callable[[Any],
     wrapper = loader.batch_sampler
     if isinstance(wrapper, _IndexBatchSamplerWrapper):
         wrapper._batch_sampler = replaced(wrapper._batch_sampler)
-
-
-def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """A copy of a loader that reads in the order of another sampler or batch sampler.
-
-    Private: `lightning.pytorch.utilities.data._update_dataloader`, by which Lightning inserts its
-    distributed samplers. It knows the arguments of DataLoader's subclasses, too.
-    """
-    return _update_dataloader(loader, sampler)

@@ -114,7 +114,9 @@ def replace_iterator(loader: DataLoader[Any], make: Callable[[], StandInIterator
 
 
 def copy_with_indices(loader: DataLoader[Any], indices: Any) -> DataLoader[Any]:
-    """A copy of a loader with torch's own iterators, which reads by other indices.
+    """A copy of a loader that has not been read, with torch's own iterators and other indices.
+
+    No constructor runs, so that a subclass may take other arguments than DataLoader does.
 
     Args:
         loader: with the dataset; whose ``batch_sampler``, or ``sampler``, cannot be set in public.
@@ -122,6 +124,7 @@ def copy_with_indices(loader: DataLoader[Any], indices: Any) -> DataLoader[Any]:
     """
     view = copy.copy(loader)
     vars(view).pop("_get_iterator", None)
+    vars(view).update(_iterator=None)  # persistent workers are the original's
     vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
     return view
 

@@ -93,8 +93,10 @@ def _run_trainer(args: list[str] | None) -> int:
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     # Late, so that `--help` of a broken installation and tests of this file do not pay for torch.
+    from lightning_megatron._lightning.package_names import unite_names
     from lightning_megatron.cli.train import MegatronCLI
 
+    unite_names()  # for modules of projects that import pytorch_lightning
     MegatronCLI(args=args)
     return 0
 

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_megatron.cli.init import recipe_names
+from lightning_megatron.errors import ConfigError
 
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*')
 _OWNER = re.compile(r"^( *(?:- )?)Problem with given class_path '([^']+)':\s*$", re.MULTILINE)
@@ -145,14 +146,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def unknown_strategy(given: Any) -> str | None:
     """Return what is wrong with a strategy that is given by name; None if nothing is.
 
-    >>> unknown_strategy("megatrn")
-    "trainer.strategy='megatrn': no strategy has this name; did you mean 'megatron'?"
+    >>> unknown_strategy("dpd")
+    "trainer.strategy='dpd': no strategy has this name; did you mean 'ddp'?"
     """
-    names = ["auto", *StrategyRegistry.available_strategies()]
-    if not isinstance(given, str) or given.lower() in names:
-        return None
+    names = StrategyRegistry.available_strategies()
+    try:
+        if not isinstance(given, str) or given.lower() == "auto" or given.lower() in names:
+            return None
+    except ConfigError as error:  # nearly a name of this package's
+        return f"trainer.{error}"
     kinds = [kind.__name__ for kind in _below_class(Strategy)]
-    close = nearest(given, [*names, *kinds])
+    close = nearest(given, ["auto", *names, *kinds])
     hint = f"; did you mean {close!r}?" if close else f": there are {', '.join(names)}"
     return f"trainer.strategy={given!r}: no strategy has this name{hint}"
 

@@ -39,12 +39,13 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._lightning.ddp import SeenAsDDP
 from lightning_megatron._lightning.hooks import (
     keep_precision,
     set_device_mesh,
     synchronizes_batch_norm,
 )
-from lightning_megatron._lightning.launch import LauncherBase, LaunchingStrategy, limit_threads
+from lightning_megatron._lightning.launch import LauncherBase, limit_threads
 from lightning_megatron._lightning.loops import (
     avoid_inference_mode,
     replace_monitored_value,
@@ -72,7 +73,7 @@ from lightning_megatron.run_log import sections
 from lightning_megatron.run_log.events import EventLog
 from lightning_megatron.run_log.sections import SectionClock
 from lightning_megatron.services import MegatronServices
-from lightning_megatron.strategy import collectives
+from lightning_megatron.strategy import collectives, names
 from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.code_inspection import looks_at_gradients, transforms_batches
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
@@ -100,6 +101,7 @@ from lightning_megatron.strategy.sharded_errors import explain
 from lightning_megatron.strategy.stage_state import StepState
 from lightning_megatron.strategy.step.steps import Steps
 from lightning_megatron.strategy.step_recovery import StepRecovery
+from lightning_megatron.strategy.value import StrategyValue
 from lightning_megatron.strategy.weight_watch import WeightWatch
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.expert_layout import ExpertConfig
@@ -116,7 +118,7 @@ from lightning_megatron.zero.fully_sharded import FullySharded
 from lightning_megatron.zero.gradients import GradientSet
 
 
-class MegatronStrategy(LaunchingStrategy):
+class MegatronStrategy(StrategyValue, SeenAsDDP):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
     The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp * cp)``. Layers from
@@ -156,7 +158,7 @@ class MegatronStrategy(LaunchingStrategy):
             and before any process group forms, with everything that is wrong.
     """
 
-    strategy_name = "megatron"
+    strategy_name = names.NAME
     is_distributed = True
     num_nodes = 1
 
@@ -178,6 +180,7 @@ class MegatronStrategy(LaunchingStrategy):
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
+        names.refuse_elsewhere()
         raise_if_any(
             numbers_or_instances(
                 pp=(pp, PipelineConfig),
@@ -260,6 +263,12 @@ class MegatronStrategy(LaunchingStrategy):
         return self._parallel
 
     @property
+    @override
+    def divides_by_all(self) -> bool:
+        options = vars(self).get("options")  # which its constructor has not made at first
+        return options is not None and options.tp * options.pp.degree * options.cp.degree == 1
+
+    @property
     def gradients(self) -> GradientSet:
         """This rank's part of the gradients, with their global norm."""
         return self.parallel.gradients
@@ -332,6 +341,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def setup_environment(self) -> None:
         self.clock.enter(sections.START)  # once more for each run
+        self.check_trainer()
         super().setup_environment()
         hide_pytree_warning()
         # Lightning's launcher does this for the first process of a node only; the others would
@@ -945,11 +955,6 @@ if TYPE_CHECKING:
         return strategy
 
 
-# As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name
+# As Lightning's own strategies do when they are imported; `lightning_megatron` registers the names
 # before that, without importing this file.
-StrategyRegistry.register(
-    MegatronStrategy.strategy_name,
-    MegatronStrategy,
-    description="Tensor, pipeline and ZeRO data parallelism for any LightningModule",
-    override=True,
-)
+names.register(StrategyRegistry, MegatronStrategy)

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron._lightning.loaders import (
@@ -23,7 +23,6 @@ from lightning_megatron._lightning.loaders import (
     training_fetcher,
     training_loader,
     training_source,
-    with_sampler,
 )
 from tests._lightning.running import Module, On, make_trainer
 
@@ -129,19 +128,6 @@ def test_forget_loader_states() -> None:
     assert trainer.fit_loop._combined_loader_states_to_load
     forget_loader_states(trainer)
     assert not trainer.fit_loop._combined_loader_states_to_load
-
-
-def test_with_sampler() -> None:
-    class Special(DataLoader[Any]):
-        def __init__(self, dataset: Any, depth: int, **options: Any) -> None:
-            super().__init__(dataset, **options)
-            self.depth = depth
-
-    given = Special(RandomDataset(32, 8), 3, batch_size=2, drop_last=True)
-    sampler = SequentialSampler(range(5))
-    made: Any = with_sampler(given, sampler)
-    assert type(made) is Special
-    assert (made.depth, made.batch_size, made.drop_last, made.sampler) == (3, 2, True, sampler)
 
 
 class Threes(list[list[int]]):

@@ -22,7 +22,8 @@ from lightning_megatron.topology.mesh import Topology
 _REMEDY = (
     "divide the stream by trainer.strategy.data_parallel_rank and data_parallel_size, for a stream "
     "of Hugging Face's datasets split_dataset_by_node(dataset, data_parallel_rank, "
-    "data_parallel_size); a map-style dataset needs nothing"
+    "data_parallel_size); a map-style dataset in torch's DataLoader needs "
+    "nothing"
 )
 
 

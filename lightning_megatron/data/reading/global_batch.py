@@ -24,7 +24,12 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.sampler import Division, ResumableSampler
-from lightning_megatron.data.reading.sharding import DrawnOrder, Share, with_batches
+from lightning_megatron.data.reading.sharding import (
+    DrawnOrder,
+    Share,
+    reads_by_itself,
+    with_batches,
+)
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 
@@ -65,6 +70,12 @@ def sized(dataloader: DataLoader[Any], batch_size: int, name: str) -> DataLoader
 def sizing_problem(dataloader: DataLoader[Any], name: str) -> str | None:
     """Reason why the strategy cannot size the batches of a loader, if there is one."""
     kind = type(dataloader.batch_sampler)
+    if reads_by_itself(dataloader) and not has_iterable_dataset(dataloader):
+        return (
+            f"{name}, {type(dataloader).__name__}: its own __iter__ may ask for no batches, which "
+            "then cannot be given another size; nearest valid: "
+            f"torch.utils.data.DataLoader, or no {name.split('=')[0]}"
+        )
     if kind is BatchSampler:
         return None
     none = dataloader.batch_sampler is None

@@ -145,6 +145,9 @@ class TokenBudget(Sampler[list[int]]):
         [[4, 2], [0, 5], [3, 1]]
     """
 
+    was_read = False
+    """Whether a pass has begun."""
+
     def __init__(
         self,
         lengths: Lengths,
@@ -242,6 +245,7 @@ class TokenBudget(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
         self._position = start
+        self.was_read = True
         return self._parts(self.batches(start))
 
     def _parts(self, batches: Iterator[npt.NDArray[np.int64]]) -> Iterator[list[int]]:

@@ -95,6 +95,9 @@ class ResumableSampler(Sampler[int]):
         ([4, 5], [0, 1, 2, 3, 4, 5])
     """
 
+    was_read = False
+    """Whether a pass has begun."""
+
     def __init__(self, source: Sized | int, *, shuffle: bool = True, seed: int = 0) -> None:
         self._samples = source if isinstance(source, int) else len(source)
         self._shuffle = shuffle
@@ -114,6 +117,7 @@ class ResumableSampler(Sampler[int]):
         part = copy(self)  # a subclass has an order of its own
         part.seek(self._epoch, self._start)
         part._division = division
+        part.was_read = False
         return part
 
     def order(self) -> torch.Tensor:
@@ -137,6 +141,7 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
         self._position = start
+        self.was_read = True
         mine = self._division.share(self.order(), start)
         return self._indices(mine)
 

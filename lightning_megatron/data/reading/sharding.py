@@ -11,6 +11,11 @@ A sampler of the user's may draw random numbers from anywhere. Its whole order i
 epoch begins, from generators that are seeded by (seed, epoch); what it has of its own, a
 ``state_dict`` or a ``generator``, is noted before, for the checkpoint. To go on in the midst of
 that epoch, the same order is drawn again, and sliced.
+
+The user's loader is never changed, and its constructor never runs again: what reads the share is a
+shallow copy with another sampler, whatever class it is of. A loader with an ``__iter__`` of its own
+may ask no sampler at all. Where nothing is divided it is left as it is; where samples are divided,
+the first batch tells whether it asked (`Share.is_known`).
 """
 
 from collections.abc import Iterator
@@ -31,12 +36,17 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_megatron._lightning.loaders import Stateful, replace_predicted_batches, with_sampler
+from lightning_megatron._lightning.loaders import Stateful, replace_predicted_batches
+from lightning_megatron._torch.loader import copy_with_indices
 from lightning_megatron.data.reading.augmentation import SampleSeeds
 from lightning_megatron.data.reading.lengths import TokenBudget
 from lightning_megatron.data.reading.sampler import Division, EvenBatches, ResumableSampler
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness, seed_generators
+
+_LIBRARIES = ("torch.utils.data.", "torchdata.")
+"""Homes of loaders and samplers that are known."""
 
 
 class DrawnOrder(Sampler[Any]):
@@ -46,10 +56,24 @@ class DrawnOrder(Sampler[Any]):
         sampler: the user's; it has a length.
         seed: of the generators that it may draw from.
         division: of what it yields.
+        within: our order that ``sampler`` is to read, where it is a batch sampler.
+
+    Raises:
+        ConfigError: when it is read, if ``sampler`` does not read ``within``.
     """
 
-    def __init__(self, sampler: Any, seed: int, division: Division | None = None) -> None:
+    was_read = False
+    """Whether a pass has begun."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int,
+        division: Division | None = None,
+        within: "ResumableSampler | DrawnOrder | None" = None,
+    ) -> None:
         self.sampler = sampler
+        self._within = within
         self._seed = seed
         self._division = division or Division()
         self._epoch = self._start = 0
@@ -60,6 +84,7 @@ class DrawnOrder(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.open()
         self._is_open = False
+        self.was_read = True
         start, self._start = self._start, 0
         return iter(self._division.share(self._draw(), start))
 
@@ -78,9 +103,18 @@ class DrawnOrder(Sampler[Any]):
             # may draw once more there, and another order in the next epoch.
             count, of = len(self.sampler), self._division
             incomplete = count % (of.batch_size * of.ranks) and not of.drop_last
-            return list(self.sampler if incomplete else islice(self.sampler, count))
+            order = list(self.sampler if incomplete else islice(self.sampler, count))
         finally:
             kept.restore()
+        if self._within is not None and not self._within.was_read:
+            kind = type(self.sampler).__name__
+            raise ConfigError(
+                f"batch_sampler={kind}: it has an attribute `sampler`, but does not ask it for "
+                "samples, so that data-parallel ranks cannot be given their parts; nearest valid: "
+                f"a {kind} that iterates over self.sampler, or one without this attribute, whose "
+                "batches are divided as they are"
+            )
+        return order
 
     def _state(self) -> Any:
         if isinstance(self.sampler, Stateful):
@@ -146,6 +180,14 @@ class Share:
     """Number of these that all ranks that share ``items`` read in a batch."""
     sets: int = 1
     """Number of such sets of ``items``; more than one where the user divides them."""
+    untouched: bool = False
+    """Whether it is the user's loader itself."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the position is that of ``order``: whether the loader asks it for samples."""
+        order = self.order
+        return order is not None and (order.was_read or not reads_by_itself(self.loader))
 
 
 def share_of(
@@ -170,6 +212,8 @@ def share_of(
     sampler: Any = getattr(batches, "sampler", dataloader.sampler)
     if has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
         return Share(loader=dataloader, order=None)
+    if _is_left_alone(dataloader, topology, divide=divide):
+        return Share(loader=dataloader, order=None, untouched=True)
     if isinstance(batches, TokenBudget):
         return _share_of_budget(dataloader, batches, topology, divide=divide)
     if _is_torchdatas(batches):  # `StatefulDataLoader`'s own, made as torch's is
@@ -190,12 +234,10 @@ def share_of(
     if type(batches) in (BatchSampler, type(None)):
         order = order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
-        loader = _with_order(dataloader, order)
+        loader = with_order(dataloader, order)
         if not division.repeats:
             count = division.batches(items)
             loader = with_batches(loader, EvenBatches(order, division.batch_size, count))
-        elif sizes is batches:
-            loader = with_batches(loader, BatchSampler(order, sizes.batch_size, sizes.drop_last))
     else:
         loader, order, items = _share_of_batches(dataloader, seed, division)
         division = replace(division, batch_size=1)
@@ -259,11 +301,14 @@ def _share_of_batches(
             division, batch_size=batches.batch_size, drop_last=bool(batches.drop_last)
         )
         order = order_of(sampler, dataloader, seed, division, divide=True)
-        dataloader = with_sampler(dataloader, order)
-        batches = dataloader.batch_sampler
+        batches = copy(batches)
+        vars(batches)["sampler"] = order
         division = replace(division, ranks=1, rank=0)
-    drawn = DrawnOrder(batches, seed, replace(division, batch_size=1, drop_last=False))
-    return with_batches(dataloader, drawn), drawn, len(batches)
+    else:
+        order = None
+    division = replace(division, batch_size=1, drop_last=False)
+    drawn = DrawnOrder(batches, seed, division, within=order)
+    return copy_with_indices(dataloader, drawn), drawn, len(batches)
 
 
 def _share_of_budget(
@@ -272,8 +317,7 @@ def _share_of_budget(
     """A part of each of the batches, which are those of the whole job."""
     if divide:
         batches = batches.divided(topology.batch.rank, topology.batch.size)
-    # The user may give the same loader to another run, perhaps with other ranks.
-    loader = with_batches(copy(dataloader), batches)
+    loader = copy_with_indices(dataloader, batches)
     return Share(loader=loader, order=batches, items=len(batches), per_batch=1)
 
 
@@ -302,14 +346,36 @@ def _is_torchdatas(sampler: Any) -> bool:
     return type(sampler).__module__.startswith("torchdata.stateful_dataloader")
 
 
-def _with_order(dataloader: DataLoader[Any], order: Any) -> DataLoader[Any]:
-    """A copy of a loader that reads in another order."""
-    loader, batches = with_sampler(dataloader, order), dataloader.batch_sampler
-    if _is_torchdatas(batches):  # which Lightning takes for the user's, so that sizes are lost
-        own: Any = batches
-        vars(loader).update(batch_size=own.batch_size, drop_last=own.drop_last, sampler=order)
-        with_batches(loader, BatchSampler(order, own.batch_size, own.drop_last))
+def with_order(dataloader: DataLoader[Any], order: Any) -> DataLoader[Any]:
+    """A copy of a loader that reads in another order, in batches as before."""
+    batches: Any = dataloader.batch_sampler
+    if batches is None:
+        return copy_with_indices(dataloader, order)
+    made = BatchSampler(order, batches.batch_size, batches.drop_last)
+    loader = copy_with_indices(dataloader, made)
+    vars(loader)["sampler"] = order
     return loader
+
+
+def reads_by_itself(dataloader: DataLoader[Any]) -> bool:
+    """Whether a loader is of a class with an ``__iter__`` of its own, which may ask no sampler."""
+    return not type(dataloader).__iter__.__module__.startswith(_LIBRARIES)
+
+
+def _is_left_alone(dataloader: DataLoader[Any], topology: Topology, *, divide: bool) -> bool:
+    """Whether a loader is used as the user made it: where no other rank has to know its order.
+
+    That is so if nothing is divided, the loader reads by itself or draws by a sampler of the user's
+    that the Trainer was told to leave alone (``divide``), and no tp, cp or pp ranks read the same.
+    """
+    batches: Any = dataloader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", dataloader.sampler)
+    divides = divide and topology.batch.size > 1 and not isinstance(sampler, DistributedSampler)
+    if divides or topology.world_size > topology.batch.size:
+        return False
+    homes = (type(one).__module__ for one in (sampler, batches) if one is not None)
+    given = not all(home.startswith((*_LIBRARIES, "lightning_megatron.")) for home in homes)
+    return reads_by_itself(dataloader) or (given and not divide)
 
 
 def _is_permutation(sampler: Any) -> bool:

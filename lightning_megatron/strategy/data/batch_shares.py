@@ -27,11 +27,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron._lightning.loaders import Stateful, training_loader, with_sampler
+from lightning_megatron._lightning.loaders import Stateful, training_loader
 from lightning_megatron._torch.collectives import watch_waits
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.data.reading.sampler import Division
-from lightning_megatron.data.reading.sharding import Share, order_of, with_batches
+from lightning_megatron.data.reading.sharding import (
+    Share,
+    order_of,
+    reads_by_itself,
+    with_batches,
+    with_order,
+)
 from lightning_megatron.data.reading.shares import Parts, Portion, UnevenBatches, sizes_of
 from lightning_megatron.data.reading.weighted_log import WeighedLog
 from lightning_megatron.errors import ConfigError
@@ -245,7 +251,7 @@ class BatchShares:
             order, batch, batches.drop_last, rank=topology.batch.rank, parts_of=self._parts_of
         )
         self._batches = ours
-        loader = with_batches(with_sampler(dataloader, order), ours)
+        loader = with_batches(with_order(dataloader, order), ours)
         return Share(loader=loader, order=order, items=len(sampler), per_batch=batch)
 
     def _plan_first(self, ranks: int, batch: int) -> None:
@@ -361,6 +367,11 @@ def _loader_problem(dataloader: DataLoader[Any], batches: Any, sampler: Any) -> 
             "has an iterable dataset, which divides itself; nearest valid: a map-style dataset, or "
             "{'loss': sum, 'num_tokens': n} from a dataset that gives ranks unequal batches, "
             "without batch_shares"
+        )
+    if reads_by_itself(dataloader):
+        return (
+            f"is a {type(dataloader).__name__} with an __iter__ of its own, which may ask for no "
+            "batches; nearest valid: torch.utils.data.DataLoader"
         )
     if type(batches) is not BatchSampler:
         kind = "no batches" if batches is None else f"batches from {type(batches).__name__}"

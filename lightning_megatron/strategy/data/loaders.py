@@ -126,7 +126,10 @@ class DataLoading:
                 sizes=self._schedule,
             )
         if self._divides and trainer.state.fn != TrainerFn.PREDICTING:
-            dataloader = share_of(dataloader, topology, seed, evaluates=True).loader
+            share = share_of(dataloader, topology, seed, evaluates=True)
+            if share.untouched:
+                return dataloader
+            dataloader = share.loader
         elif self._divides:
             divide_predictions(dataloader, topology)
         seed_dataloader(dataloader, topology)

@@ -11,7 +11,8 @@ that is prepared goes to where the checkpoint was saved, before anything is read
 * a loader with ``state_dict`` that orders samples itself: to the state that it had on the rank
   before the first batch that was not trained on; under another data-parallel degree its batches
   are discarded;
-* anything else is read from its start and discarded up to that point, which a warning announces.
+* anything else, and a loader that is left as it is, is read from its start and discarded up to
+  that point, which a warning announces.
 
 A batch is done when its gradients have been used. A checkpoint that is saved while gradients are
 accumulated, or amid a step that fails, holds the position *before* the accumulation: its batches
@@ -127,6 +128,13 @@ _BUFFER = (
     "has one (.shuffle), the samples that were in it are left out; a dataset that is shuffled "
     "before it is made a stream goes on exactly"
 )
+_LEFT_ALONE = (
+    "{} is left as it is: it reads by an __iter__ or a sampler of its own. A run that is resumed "
+    "amid an epoch reads and discards the batches before, which are the same ones only if the "
+    "loader gives them in the same order again; a loader with state_dict and load_state_dict goes "
+    "on exactly, and so does a DataLoader without an __iter__ of its own under "
+    "use_distributed_sampler=True"
+)
 _DISCARDS = "{} has no position to return to: {} batches are read and discarded; {}"
 
 
@@ -196,9 +204,9 @@ class DataPosition:
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
         if reading is None:
             return {}
-        if reading.share.order is None:
-            return {"samples": reading.samples}
         share, order = reading.share, reading.share.order
+        if order is None or not share.is_known:
+            return {"samples": reading.samples}
         return {
             "order": _order_state(order, epoch),
             "consumed": reading.consumed(epoch, batch, cycles=cycles) * share.sets,
@@ -227,7 +235,7 @@ class DataPosition:
         combined, names = training_loader(trainer), []
         for loader in combined.flattened if combined is not None else ():
             reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
-            if reading is None or reading.share.order is None:
+            if reading is None or not reading.share.is_known:
                 names.append(name_of(loader))
         return names
 
@@ -298,7 +306,11 @@ class DataPosition:
             share, schedule = scheduled(share, topology, sizes, self._order_seed)
         self.schedule = schedule
         history = trainer.accumulate_grad_batches + 2
-        batches = seed_samples(share.loader, topology, self._seed, history)
+        batches = None
+        if share.untouched:
+            rank_zero_warn(_LEFT_ALONE.format(name_of(share.loader)))
+        else:
+            batches = seed_samples(share.loader, topology, self._seed, history)
         samples = topology.batch.size * (share.loader.batch_size or 1)
         self._readings[share.loader] = _Reading(
             share=share, batches=batches, samples=samples, schedule=schedule
@@ -328,7 +340,7 @@ class DataPosition:
         followed = self._followed.get(loader) if isinstance(loader, Stateful) else None
         if reading is not None and reading.batches is not None:
             reading.batches.sampler.set_epoch(saved["epoch"])
-        if reading is not None and reading.share.order is not None and position:
+        if reading is not None and reading.share.order is not None and "order" in position:
             self._seek(reading, position, saved["epoch"])
         elif followed is not None and state is not None:
             load_loader(loader, state)

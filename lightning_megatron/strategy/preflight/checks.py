@@ -32,6 +32,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
 from lightning_megatron._lightning.connectors import divides_data
+from lightning_megatron._lightning.ddp import is_compiled
 from lightning_megatron._lightning.hooks import set_device_mesh
 from lightning_megatron._lightning.loaders import training_source
 from lightning_megatron._torch.dtensor import has_hooks
@@ -260,6 +261,11 @@ def examine(
     layout_is_legal = not problems
     problems += options.group_problems(None)
     problems += _loop_problems(module, options)
+    if is_compiled(module):
+        problems.append(
+            "torch.compile(module): the layout is put on parts of the module, which is now one "
+            "graph; nearest valid: MegatronStrategy(compile=CompileConfig(scope='model'))"
+        )
     if layout_is_legal:
         problems += _compile_problems(options)
     problems += _folder_problems(trainer)

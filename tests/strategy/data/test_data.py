@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,59 @@ def test_a_short_loader_goes_on_where_batch_sampler_drops_the_last(tmp_path: Pat
 
     whole = read()
     assert read(ckpt_path=tmp_path / "saved") == whole[3:]
+
+
+class Chain(DataLoader[Any]):
+    """Reads other loaders in turn, and asks for none of its own batches."""
+
+    def __init__(self, *parts: DataLoader[Any]) -> None:
+        super().__init__(parts[0].dataset, batch_size=parts[0].batch_size)
+        self.parts = parts
+
+    def __iter__(self) -> Any:
+        return (batch for part in self.parts for batch in part)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+class SavesAt(Reader):
+    """Saves after two batches."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def chained(layout: dict[str, Any], devices: int, path: Path, **resume: Any) -> Any:
+    """What is read of a loader that reads by itself, and what is said of it."""
+    reader, data = SavesAt(path), Numbered(16)
+    given = Chain(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, devices, callbacks=[reader]).fit(Small(), given, **resume)
+    return reader.indices, [str(one.message) for one in caught if "Chain" in str(one.message)]
+
+
+def test_a_loader_that_reads_by_itself_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    whole, said = chained({}, 1, path)
+    expected = [list(range(i, i + 4)) for i in range(0, 16, 4)]
+    assert whole == [*expected, list(range(8)), list(range(8, 16))]
+    assert len(said) == 1
+    assert "Chain of Numbered is left as it is" in said[0]
+    rest, said = chained({}, 1, path, ckpt_path=path)
+    assert rest == whole[2:]
+    assert "2 batches are read and discarded" in said[-1]
+
+
+def test_a_loader_that_reads_by_itself_and_is_not_divided_is_named(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (_, said), _ = pool.run(2, chained, {}, 2, tmp_path / "saved.ckpt")
+    assert len(said) == 1
+    assert "Chain of Numbered: the first batch is the same on the data-parallel ranks" in said[0]
