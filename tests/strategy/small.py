@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequential
+from lightning_megatron import CheckpointConfig, MegatronStrategy, PipelineConfig, PipelineSequential
 from lightning_megatron.testing import WorkerPool
 
 WIDTH = 4
@@ -58,8 +58,12 @@ def loader(dataset: Dataset[Any] | None = None, *, dp: int = 1, **options: Any) 
 
 
 def make_trainer(layout: Mapping[str, Any] | None, devices: int = 1, **options: Any) -> pl.Trainer:
-    """A Trainer without files and bars; ``layout`` None is plain Lightning."""
-    strategy: Any = "auto" if layout is None else MegatronStrategy(**layout)
+    """A Trainer without files and bars; ``layout`` None is plain Lightning.
+
+    It saves directories: `tests/checkpoint/test_files.py` has files.
+    """
+    directories = {"checkpoint": CheckpointConfig(format="directory")}
+    strategy: Any = "auto" if layout is None else MegatronStrategy(**{**directories, **layout})
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "precision": "64-true",

@@ -56,7 +56,7 @@ class FileSave:
         state: Lightning's checkpoint dictionary without model and optimizers.
         optimizers: the results of `capture_optimizer`.
         layout: degrees of parallelism.
-        modules: names of all modules of the whole model, in the order of ``named_modules``.
+        modules: names of the modules of this rank, in the order of ``named_modules``.
         device: device on which the ranks exchange tensors.
     """
 
@@ -105,13 +105,12 @@ class FileSave:
         what = f"saving {self.target}"
         target: Path = peers.broadcast(self.target)
         forms: list[Forms] = peers.all_gather({n: describe(c) for n, c in self._chunks.items()})
-        ranks = peers.gather((self._own, self._names))
+        ranks = peers.gather((self._own, self._names, self._modules))
         writing: list[_Writing] = []  # on the first rank
 
         def begin(_: object) -> None:
             assert ranks is not None
-            states, names = zip(*ranks, strict=True)
-            assembly = _Assembly(forms, states, names, self._modules)
+            assembly = _Assembly(forms, *zip(*ranks, strict=True))
             content = assembly.content(self._state, self._layout)
             writing.append(_Writing(target, content, assembly.placeholders))
 
@@ -237,7 +236,7 @@ class _Assembly:
         forms: Sequence[Forms],
         states: Sequence[RankState],
         names: Sequence[Sequence[str]],
-        modules: Sequence[str],
+        modules: Sequence[Sequence[str]],
     ) -> None:
         self.placeholders: dict[str, Tensor] = {}
         self._aliases: dict[str, dict[str, None]] = {}
@@ -255,7 +254,8 @@ class _Assembly:
             merge_snapshots(snapshots)
             for snapshots in zip(*(one.optimizers for one in states), strict=True)
         ]
-        self._places = {name: number for number, name in enumerate(modules)}
+        self._places = {name: number for number, name in enumerate(modules[0])}
+        self._modules = dict.fromkeys(name for rank in modules for name in rank)
         self._names = self._in_order(dict.fromkeys(name for rank in names for name in rank))
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
@@ -301,7 +301,7 @@ class _Assembly:
                 found[name] = self.placeholders[owners[name]]
             else:
                 found[name] = self._extras[name]
-        metadata: dict[str, dict[str, int | str]] = {name: {"version": 1} for name in self._places}
+        metadata: dict[str, dict[str, int | str]] = {name: {"version": 1} for name in self._modules}
         metadata |= {name: {"version": version} for name, version in self._versions.items()}
         found._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
         return found

@@ -299,13 +299,21 @@ def _enum_member(name: str, member: str, value: Any) -> Any:
     return value
 
 
-def _config_class(name: str) -> Any:
-    """Return one of this package's frozen dataclasses."""
+def config_class(name: str) -> Any:
+    """Return one of this package's frozen dataclasses, ``module:Class``; None for other names."""
     match = _CONFIG_CLASS.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"the stored state refers to {name!r}, not a class of this package")
-    kind = getattr(importlib.import_module(match[1]), match[2])
+        return None
+    try:
+        kind = getattr(importlib.import_module(match[1]), match[2], None)
+    except ImportError:  # of another version of this package
+        return None
     parameters = getattr(kind, "__dataclass_params__", None)
-    if not isinstance(kind, type) or parameters is None or not parameters.frozen:
-        raise CheckpointError(f"the stored state refers to {name!r}, not a frozen dataclass")
+    return kind if isinstance(kind, type) and parameters is not None and parameters.frozen else None
+
+
+def _config_class(name: str) -> Any:
+    if (kind := config_class(name)) is None:
+        ours = "a frozen dataclass" if _CONFIG_CLASS.fullmatch(name) else "a class of this package"
+        raise CheckpointError(f"the stored state refers to {name!r}, not {ours}")
     return kind

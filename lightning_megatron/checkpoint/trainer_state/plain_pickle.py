@@ -1,8 +1,8 @@
 """The reader of pickles that runs no code of their author.
 
 A pickle names classes and functions and calls them. Here it gets those that
-``torch.load(weights_only=True)`` allows, values of numpy, paths and times, and classes that the
-user has registered with ``torch.serialization.add_safe_globals``. Any other name gets a `LeftOut`,
+``torch.load(weights_only=True)`` allows, values of numpy, paths and times, the frozen dataclasses
+of this package, and classes that the user has registered with ``torch.serialization.add_safe_globals``. Any other name gets a `LeftOut`,
 which takes whatever the pickle does with it. So one object of an unknown class does not keep the
 rest of a checkpoint from being read: it is left out of the dictionaries that hold it, and its place
 is told.
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from lightning_megatron._torch.saved_files import plain_globals, restricted_pickle
+from lightning_megatron.checkpoint.trainer_state.codec import config_class
 from lightning_megatron.errors import summary
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def load_plain(file: str | os.PathLike[str] | Any, **options: Any) -> tuple[Any,
         full = f"{module}.{name}"
         if full in known:
             return known[full]
+        if (config := config_class(f"{module}:{name}")) is not None:
+            return config
         if module in _NUMPY_HOMES and name in _NUMPY:
             return getattr(importlib.import_module(_NUMPY_HOMES[-1]), name)
         if module == "numpy.dtypes" and name.isidentifier():
