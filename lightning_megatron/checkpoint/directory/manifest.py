@@ -456,7 +456,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def _manifest_of_file(file: Path) -> Manifest:
     entries = file_entries(file)
     if entries is None:
-        raise DamagedCheckpointError(f"{file}: not a checkpoint, or damaged")
+        raise DamagedCheckpointError(f"{file}: a file, but no checkpoint, or damaged")
     found = file.stat()
     return Manifest(
         written=found.st_mtime,

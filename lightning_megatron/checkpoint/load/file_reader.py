@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._lightning.saving import versions_in
 from lightning_megatron._torch.saved_files import begin_of_numbers
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.chunk_runs import Run
@@ -154,9 +155,8 @@ class FileReader(CheckpointReader):
         optimizers = content.pop("optimizer_states", [])
         self.state, self.extras, self.optimizers = content, {}, []
         aliases = self._take_weights(state_dict, about.get("extras", ()))
-        metadata = getattr(state_dict, "_metadata", None) or {}
-        found = {name: one.get("version", 1) for name, one in metadata.items()}
-        self.versions = {name: v for name, v in found.items() if v != 1} if metadata else None
+        versions = versions_in(state_dict)
+        self.versions = {n: v for n, v in versions.items() if v != 1} if versions else None
         names = about.get("optimizer_names", self._optimizer_names)
         if names is not None:
             kinds = about.get("optimizer_kinds", [None] * len(optimizers))

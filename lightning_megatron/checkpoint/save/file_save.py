@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron._lightning.saving import with_versions
 from lightning_megatron._torch.saved_files import pickling_fault, placeholder
 from lightning_megatron.checkpoint.chunks import ChunkForm, assemble, describe
 from lightning_megatron.checkpoint.directory.commit import FileStaging, Staging
@@ -301,10 +302,8 @@ class _Assembly:
                 found[name] = self.placeholders[owners[name]]
             else:
                 found[name] = self._extras[name]
-        metadata: dict[str, dict[str, int | str]] = {name: {"version": 1} for name in self._modules}
-        metadata |= {name: {"version": version} for name, version in self._versions.items()}
-        found._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-        return found
+        versions = {**dict.fromkeys(self._modules, 1), **self._versions}
+        return with_versions(found, versions)
 
     def _numbered(self, index: int, saved: Mapping[str, Any], split: bool) -> _Numbered:
         """Return the ``state_dict`` of an optimizer of one process.
