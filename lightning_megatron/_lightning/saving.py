@@ -1,4 +1,4 @@
-"""Making a module from a checkpoint; what a state_dict in a file of Lightning's holds beside tensors."""
+"""Making a module from a checkpoint; the versions of modules in a state_dict."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

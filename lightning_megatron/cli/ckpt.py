@@ -230,7 +230,7 @@ def _verdict(path: AnyPath) -> dict[str, Any]:
     verdict: dict[str, Any] = {"path": str(path), "exit": 0, "fault": None}
     begin = time.perf_counter()
     try:
-        if path.is_dir() and not is_candidate(path.absolute()):
+        if path.exists() and not is_candidate(path.absolute()):
             raise CheckpointError(f"{path}: not a checkpoint of lightning-megatron")
         reader = open_checkpoint(path, alone=True)
     except DamagedCheckpointError as error:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -66,6 +66,7 @@ from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.save.file_save import FileSave
 from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
+from lightning_megatron.checkpoint.trainer_state.codec import pickling_problems
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
@@ -400,7 +401,19 @@ class Checkpointing:
 
     def problems(self, given: CheckpointIO) -> list[str]:
         """Faults of the options, and of what the Trainer was ``given`` to save with."""
-        return [*self._config.problems(), *self._problems_of(given)]
+        faults = [*self._config.problems(), *self._problems_of(given)]
+        trainer = self._run.trainer
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            for key, owner in (
+                (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, self._run.lightning_module),
+                (
+                    LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
+                    trainer.datamodule,  # type: ignore[attr-defined]
+                ),
+            ):
+                if owner is not None and owner.hparams:
+                    faults += pickling_problems({key: dict(owner.hparams)})
+        return faults
 
     def _problems_of(self, given: CheckpointIO) -> list[str]:
         if type(given) is TorchCheckpointIO:

@@ -89,6 +89,7 @@ def train(
     *,
     epochs: int = 1,
     path: str | Path | None = None,
+    module: pl.LightningModule | None = None,
     **options: Any,
 ) -> pl.Trainer:
     """Train and save each epoch; ``layout`` None is plain Lightning."""
@@ -110,7 +111,8 @@ def train(
     )
     dp = 1 if layout is None else dp_of(devices, layout)
     # Lightning loads before it converts a module, so this one has its format before.
-    module = Net().double() if given["precision"] == "64-true" else Net()
+    module = module or Net()
+    module = module.double() if given["precision"] == "64-true" else module
     trainer.fit(module, loader(dp=dp), ckpt_path=path)
     return trainer
 
@@ -275,6 +277,59 @@ def test_options_of_directories_are_refused_before_training(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"format='file', mode='async', incremental=True"):
         train({"checkpoint": config}, 1, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_what_no_pickle_holds_is_found_before_the_first_step(form: Any, tmp_path: Path) -> None:
+    layout = {"checkpoint": CheckpointConfig(format=form, on_error="raise")}
+    module = Net()
+    module.save_hyperparameters({"noise": lambda x: x})
+    with pytest.raises(ConfigError, match=r"hyper_parameters\.noise: a builtins\.function.*ignore"):
+        train(layout, 1, tmp_path, module=module)
+    assert module.trainer.global_step == 0
+    with pytest.raises(ConfigError, match=r"^answer: a .*cannot be pickled.*on_save_checkpoint"):
+        train(layout, 1, tmp_path, module=Answers(lambda: 0))
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
+
+
+class Answers(Net):
+    """Adds to the checkpoint, and finds it again."""
+
+    found: Any = None
+
+    def __init__(self, answer: Any = None) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["answer"] = self.answer
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint.get("answer", "nothing")
+
+
+class Answer:
+    """An object of a class of the user's."""
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_objects_come_back_to_whoever_trusts_them(
+    form: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"format": form, "on_error": "raise"}
+    layout = {"checkpoint": CheckpointConfig(**options)}
+    path = save(layout, 1, tmp_path, module=Answers(Answer()))
+    module = Answers()
+    train(layout, 1, tmp_path / "on", epochs=2, path=path, module=module)
+    assert module.found == "nothing"
+    [said] = [r.message for r in caplog.records if "left out" in r.message]
+    assert "answer (tests.checkpoint.test_files.Answer)" in said
+    trusting = {"checkpoint": CheckpointConfig(weights_only=False, **options)}
+    train(trusting, 1, tmp_path / "trusting", epochs=2, path=path, module=module)
+    assert isinstance(module.found, Answer)
+    with torch.serialization.safe_globals([Answer]):
+        train(layout, 1, tmp_path / "known", epochs=2, path=path, module=module)
+    assert isinstance(module.found, Answer)
 
 
 def test_files_are_checkpoints_of_the_commands(

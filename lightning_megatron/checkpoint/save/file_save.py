@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron._lightning.saving import with_versions
-from lightning_megatron._torch.saved_files import pickling_fault, placeholder
+from lightning_megatron._torch.saved_files import placeholder
 from lightning_megatron.checkpoint.chunks import ChunkForm, assemble, describe
 from lightning_megatron.checkpoint.directory.commit import FileStaging, Staging
 from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
@@ -35,9 +35,10 @@ from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, mer
 from lightning_megatron.checkpoint.save.file_writer import TensorFile
 from lightning_megatron.checkpoint.save.save_plan import OPTIMIZER_PREFIX, all_chunks
 from lightning_megatron.checkpoint.save.write_error import check_room, write_error
+from lightning_megatron.checkpoint.trainer_state.codec import pickling_problems
 from lightning_megatron.checkpoint.trainer_state.state_files import RankState, rank_state
 from lightning_megatron.comm.peers import Peers
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, raise_if_any
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,7 @@ class _Writing:
             self._staging.discard()
             if isinstance(error, OSError):
                 raise write_error(error, target.parent, self._needed) from error
-            if faults := pickling_faults(content):
-                raise ConfigError(faults) from error
+            raise_if_any(pickling_problems(content))
             raise
 
     @property
@@ -190,30 +190,6 @@ class _Writing:
         """Delete what was not published."""
         self._file.close()
         self._staging.discard()
-
-
-def pickling_faults(content: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each entry of a checkpoint that cannot be pickled."""
-    problems = []
-    for place, value in _entries(content):
-        if (fault := pickling_fault(value)) is not None:
-            problems.append(
-                f"checkpoint{place} is a {type(value).__module__}.{type(value).__qualname__} that "
-                f"cannot be pickled ({fault}); nearest valid: a plain value or an object of a "
-                "class of a module in its place, or save_hyperparameters(ignore=[...]) for a "
-                "hyper-parameter"
-            )
-    return problems
-
-
-def _entries(content: Mapping[Any, Any], place: str = "", depth: int = 2) -> Iterable[Any]:
-    """Yield entries of nested dictionaries with their places."""
-    for key, value in content.items():
-        here = f"{place}[{key!r}]"
-        if isinstance(value, dict) and depth and pickling_fault(value) is not None:
-            yield from _entries(value, here, depth - 1)
-        else:
-            yield here, value
 
 
 @dataclass(frozen=True)

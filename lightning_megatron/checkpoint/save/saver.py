@@ -98,7 +98,7 @@ class Job:
     target: AnyPath
     """Path of the checkpoint."""
     write: Callable[[Peers, Callable[[], bool]], Manifest | None]
-    """Function that writes and publishes; it is called with the ranks and the sign to stop."""
+    """Function that writes and publishes, given the ranks and whether to stop."""
     begun: float
     """Time of the call, by `time.perf_counter`."""
     step: int | None
@@ -390,13 +390,12 @@ class Saver:
             logger.info("%s: given up for a newer checkpoint", job.target)
             return
         if job.error is None:
-            self._failures = 0
-            self._complete = self._complete + 1
+            self._failures, self._complete = 0, self._complete + 1
             return
         self._failures += 1
         limit = self._config.max_failed_saves
         ends = limit is not None and self._failures >= limit
-        if self._config.on_error == "raise" or ends:
+        if self._config.on_error == "raise" or ends or isinstance(job.error, ConfigError):
             self._pending = self._pending or (job.raise_at, job.error)
         elif self._peers.is_first:
             logger.warning(

@@ -192,10 +192,31 @@ class Encoder:
 
     def _problem(self, value: Any, path: str, reason: str) -> None:
         kind = type(value)
+        origin = _ORIGINS.get(re.split(r"[.\[]", path)[0], "on_save_checkpoint; nearest valid:")
         self.problems.append(
-            f"{path}: a {kind.__module__}.{kind.__qualname__} {reason}; nearest valid: a plain "
+            f"{path}: a {kind.__module__}.{kind.__qualname__} {reason}, from {origin} a plain "
             "value, a tensor, or an object of a class of a module in its place"
         )
+
+
+def pickling_problems(state: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each value of a checkpoint, or of a part, that no pickle can hold."""
+    encoder = Encoder()
+    for key, value in state.items():
+        if pickling_fault(value) is not None:
+            encoder.encode(value, key)
+    return encoder.problems
+
+
+_ORIGINS = {
+    "hyper_parameters": "save_hyperparameters; nearest valid: ignore=[...] there, or",
+    "datamodule_hyper_parameters": "save_hyperparameters; nearest valid: ignore=[...] there, or",
+    "callbacks": "state_dict of the callback; nearest valid:",
+    "state_dict": "the module's state_dict; nearest valid:",
+    "optimizers": "the optimizer's state; nearest valid:",
+    "lr_schedulers": "the schedule's state_dict; nearest valid:",
+}
+"""What puts a value into a checkpoint, by the first key of its place."""
 
 
 def _free_key(path: str, used: Mapping[str, Any]) -> str:

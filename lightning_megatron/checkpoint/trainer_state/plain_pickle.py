@@ -2,10 +2,10 @@
 
 A pickle names classes and functions and calls them. Here it gets those that
 ``torch.load(weights_only=True)`` allows, values of numpy, paths and times, the frozen dataclasses
-of this package, and classes that the user has registered with ``torch.serialization.add_safe_globals``. Any other name gets a `LeftOut`,
-which takes whatever the pickle does with it. So one object of an unknown class does not keep the
-rest of a checkpoint from being read: it is left out of the dictionaries that hold it, and its place
-is told.
+of this package, and classes that the user has registered with
+``torch.serialization.add_safe_globals``. Any other name gets a `LeftOut`, which takes whatever the
+pickle does with it. So one object of an unknown class does not keep the rest of a checkpoint from
+being read: it is left out of the dictionaries that hold it, and its place is told.
 """
 
 import datetime
