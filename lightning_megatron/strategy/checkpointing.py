@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -403,16 +403,11 @@ class Checkpointing:
         """Faults of the options, and of what the Trainer was ``given`` to save with."""
         faults = [*self._config.problems(), *self._problems_of(given)]
         trainer = self._run.trainer
-        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
-            for key, owner in (
-                (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, self._run.lightning_module),
-                (
-                    LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
-                    trainer.datamodule,  # type: ignore[attr-defined]
-                ),
-            ):
-                if owner is not None and owner.hparams:
-                    faults += pickling_problems({key: dict(owner.hparams)})
+        # Lightning itself leaves out what cannot be pickled, with a warning, of the module's alone.
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.checkpoint_callbacks and data is not None and data.hparams:
+            key = LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
+            faults += pickling_problems({key: dict(data.hparams)})
         return faults
 
     def _problems_of(self, given: CheckpointIO) -> list[str]:

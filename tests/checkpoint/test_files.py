@@ -26,7 +26,15 @@ from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
-from tests.strategy.small import WIDTH, Small, assert_same, dp_of, loader
+from tests.strategy.small import (
+    WIDTH,
+    Small,
+    assert_same,
+    dp_of,
+    loader,
+    make_trainer,
+    samples,
+)
 
 FILE = CheckpointConfig(format="file")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -280,13 +288,16 @@ def test_options_of_directories_are_refused_before_training(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("form", ["file", "directory"])
-def test_what_no_pickle_holds_is_found_before_the_first_step(form: Any, tmp_path: Path) -> None:
-    layout = {"checkpoint": CheckpointConfig(format=form, on_error="raise")}
-    module = Net()
-    module.save_hyperparameters({"noise": lambda x: x})
-    with pytest.raises(ConfigError, match=r"hyper_parameters\.noise: a builtins\.function.*ignore"):
-        train(layout, 1, tmp_path, module=module)
-    assert module.trainer.global_step == 0
+def test_what_no_pickle_holds_is_an_error_that_names_its_place(form: Any, tmp_path: Path) -> None:
+    layout = {"checkpoint": CheckpointConfig(format=form)}
+    module, data = Net(), pl.LightningDataModule.from_datasets(samples(), batch_size=8)
+    data.save_hyperparameters({"noise": lambda x: x})
+    saving = ModelCheckpoint(dirpath=tmp_path)
+    trainer = make_trainer(layout, callbacks=[saving], enable_checkpointing=True)
+    place = "datamodule_hyper_parameters"
+    with pytest.raises(ConfigError, match=rf"{place}\.noise: a builtins\.function .*ignore="):
+        trainer.fit(module, data)
+    assert trainer.global_step == 0
     with pytest.raises(ConfigError, match=r"^answer: a .*cannot be pickled.*on_save_checkpoint"):
         train(layout, 1, tmp_path, module=Answers(lambda: 0))
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]

@@ -276,7 +276,7 @@ def _is_abandoned(path: Path, locks: contextlib.ExitStack) -> bool:
     held = _lock(path, locks)
     if held is not None:
         return held
-    entries = path.iterdir() if path.is_dir() else ()
+    entries: list[Path] = list(path.iterdir()) if path.is_dir() else []
     dates = [entry.stat().st_mtime for entry in (path, *entries)]
     return time.time() - max(dates) > _ABANDONED_S
 
