@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
 from lightning_megatron.checkpoint.trainer_state.plain_pickle import tell_left_out
 from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 from lightning_megatron.comm.peers import Peers
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError
 
 MODEL_PREFIX = "model"
 """Prefix of the names of parameters and buffers in the shards."""
@@ -91,6 +91,11 @@ class CheckpointReader:
         check_contents(self.what, self.directory, self.manifest, self.peers)
 
     def _open(self) -> None:
+        if self.directory.is_file():
+            raise CheckpointError(
+                f"{self.directory}: this is a file, not a directory; nearest valid: "
+                "lightning_megatron.checkpoint.load.file_reader.open_checkpoint, which takes both"
+            )
         self.manifest = read_manifest(self.directory)
 
     def _read(self) -> list[str]:
