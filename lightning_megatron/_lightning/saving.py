@@ -1,5 +1,7 @@
-"""Making a module from a checkpoint."""
+"""Making a module from a checkpoint; the versions of modules in a state_dict."""
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -28,3 +30,21 @@ def module_from(
     module = _load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
     assert isinstance(module, LightningModule)
     return module
+
+
+def with_versions(
+    state: "OrderedDict[str, Any]", versions: Mapping[str, int | str]
+) -> "OrderedDict[str, Any]":
+    """Give a state_dict the versions of modules, as ``Module.state_dict`` does.
+
+    Private: ``_metadata``, which ``Module.load_state_dict`` reads.
+    """
+    metadata = {name: {"version": version} for name, version in versions.items()}
+    state._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+    return state
+
+
+def versions_in(state: Any) -> dict[str, int | str]:
+    """Return the versions of the modules of a state_dict; empty if it has none."""
+    metadata = getattr(state, "_metadata", None) or {}
+    return {name: one.get("version", 1) for name, one in metadata.items()}

@@ -53,6 +53,13 @@ class LocalCheckpointConfig:
 class CheckpointConfig:
     """Options of saving checkpoints during training, and of loading them."""
 
+    format: Literal["auto", "directory", "file"] = "auto"
+    """Form of a checkpoint. A ``"file"`` is what Lightning itself writes: ``torch.load`` and
+    ``load_from_checkpoint`` read it in any process, and any layout goes on from it. Rank 0 writes
+    it, tensor by tensor, while training waits. A ``"directory"`` is written by all ranks together,
+    and the other options work with it. ``"auto"`` takes a file where tp, pp, cp and ep are 1,
+    ``zero`` is at most 2, weights and optimizer state take at most 4 GB, and no other option needs
+    a directory."""
     mode: Literal["async", "sync"] = "sync"
     """``"sync"`` writes while training waits. ``"async"`` copies the state to host memory and
     writes it while training goes on; a reader during training (a logger that uploads checkpoints)
@@ -86,6 +93,11 @@ class CheckpointConfig:
     """Parts of a checkpoint that ``ckpt_path`` does not load: patterns of names of weights, like
     ``head.*``, and ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``. The
     module keeps its own values for these weights; their optimizer state begins anew."""
+    weights_only: bool = True
+    """Whether ``ckpt_path`` leaves out objects of classes that are not registered with
+    ``torch.serialization.add_safe_globals``, as reading them may run any code of whoever wrote the
+    checkpoint. Lightning does not pass the argument of the same name of ``Trainer.fit`` on to
+    strategies that load after their setup."""
     drain_timeout_s: float = 600.0
     """Seconds that a run that ends with an exception waits for the save in flight."""
 
@@ -96,10 +108,25 @@ class CheckpointConfig:
             return self.local
         return LocalCheckpointConfig() if self.local else None
 
+    @property
+    def needs_directory(self) -> list[str]:
+        """Options that work with checkpoint directories only, as they are set."""
+        return [
+            f"{name}={value!r}"
+            for name, value, default in (
+                ("mode", self.mode, "sync"),
+                ("incremental", self.incremental, False),
+                ("local", self.local, False),
+                ("keep", self.keep, None),
+            )
+            if value != default
+        ]
+
     def problems(self) -> list[str]:
         """Faults of the options."""
         problems = []
         for name, choices in (
+            ("format", ("auto", "directory", "file")),
             ("mode", ("async", "sync")),
             ("on_error", ("continue", "raise")),
             ("when_busy", ("wait", "supersede")),
@@ -114,8 +141,13 @@ class CheckpointConfig:
         faults = [] if limit is None else whole_numbers(1, max_failed_saves=limit)
         faults += lists_of_names(exclude=self.exclude)
         faults += at_least(0.0, drain_timeout_s=self.drain_timeout_s)
-        faults += switches(incremental=self.incremental)
+        faults += switches(incremental=self.incremental, weights_only=self.weights_only)
         problems += [f"checkpoint.{fault}" for fault in faults]
+        if self.format == "file" and (others := self.needs_directory):
+            problems.append(
+                f"checkpoint.format='file', {', '.join(others)}: one file is written while "
+                "training waits, in full, to one place; nearest valid: format='directory'"
+            )
         local: object = self.local
         if isinstance(local, LocalCheckpointConfig):
             problems += local.problems()

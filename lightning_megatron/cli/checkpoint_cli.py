@@ -37,7 +37,7 @@ class CheckpointCLI(BaseCLI):
         if not path or not Path(path).is_dir() or not is_checkpoint(path):
             super().read_checkpoint_path()
             return
-        state = read_state_files(Path(path), read_manifest(path))["state"]
+        state = read_state_files(Path(path), read_manifest(path))[0]["state"]
         values: dict[str, Any] = plain_hyper_parameters(state.get("hyper_parameters", {}))
         values.pop("_instantiator", None)
         if not values:

@@ -116,7 +116,7 @@ def _overview(path: AnyPath) -> dict[str, Any]:
         }
     entry |= {key: getattr(manifest, key) for key in ("step", "epoch", "written", "layout")}
     entry |= {"bytes": manifest.size, "own_bytes": manifest.own_size}
-    found = sizes(place)
+    found = sizes(place) if place.is_dir() else {place.name: manifest.size}
     if CORRUPT in path.suffix or any(found.get(n) != f.size for n, f in manifest.files.items()):
         entry["status"] = "damaged"
     return entry
@@ -225,27 +225,27 @@ def _index(options: argparse.Namespace) -> int:
 def _verdict(path: AnyPath) -> dict[str, Any]:
     # Late: the other commands need not wait for torch.
     from lightning_megatron.checkpoint.directory.verify import foreign_files, is_shared
-    from lightning_megatron.checkpoint.load.reader import CheckpointReader
+    from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 
     verdict: dict[str, Any] = {"path": str(path), "exit": 0, "fault": None}
     begin = time.perf_counter()
     try:
-        if path.is_dir() and not is_candidate(path.absolute()):
+        if path.exists() and not is_candidate(path.absolute()):
             raise CheckpointError(f"{path}: not a checkpoint of lightning-megatron")
-        reader = CheckpointReader(path, alone=True)
+        reader = open_checkpoint(path, alone=True)
     except DamagedCheckpointError as error:
         return {**verdict, "exit": 1, "fault": str(error)}
     except (CheckpointError, ConfigError) as error:
         return {**verdict, "exit": 2, "fault": str(error)}
-    manifest = reader.manifest
+    manifest, is_dir = reader.manifest, reader.directory.is_dir()
     return {
         **verdict,
         "step": manifest.step,
         "files": len(manifest.files),
         "bytes": manifest.size,
-        "shared": [n for n in manifest.files if is_shared(reader.directory / n)],
+        "shared": [n for n in manifest.files if is_dir and is_shared(reader.directory / n)],
         "tensors": len(manifest.tensors),
-        "foreign": foreign_files(reader.directory, manifest),
+        "foreign": foreign_files(reader.directory, manifest) if is_dir else [],
         "seconds": round(time.perf_counter() - begin, 3),
     }
 

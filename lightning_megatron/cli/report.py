@@ -67,7 +67,7 @@ def _state(path: str, run_dir: str, verify: bool) -> str:
             return "torn"
         manifest = read_manifest(place)
         for name, entry in manifest.files.items():
-            if (place / name).stat().st_size != entry.size:
+            if place.is_dir() and (place / name).stat().st_size != entry.size:
                 return "damaged"
         return _verified(place) if verify else "complete"
     except DamagedCheckpointError:
@@ -86,7 +86,7 @@ def _place(path: str, run_dir: str) -> AnyPath | None:
         places += [Path(run_dir) / given, Path(run_dir) / given.name]
     for place in places:
         found = locate(place)
-        if found.is_dir():
+        if found.exists():
             return found
         if any(place.parent.glob(f"{place.name}{CORRUPT}*")):
             raise DamagedCheckpointError(f"{place}: was found damaged and renamed")
@@ -95,7 +95,7 @@ def _place(path: str, run_dir: str) -> AnyPath | None:
 
 def _verified(place: AnyPath) -> str:
     # Late: without --verify nobody waits for torch.
-    from lightning_megatron.checkpoint.load.reader import CheckpointReader
+    from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 
-    CheckpointReader(place, alone=True)  # raises where anything is wrong
+    open_checkpoint(place, alone=True)  # raises where anything is wrong
     return "verified"

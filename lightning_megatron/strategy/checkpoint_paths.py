@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -20,6 +19,7 @@ from lightning_megatron._lightning.connectors import show_checkpoint_path
 from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.directory.retention import Rotation
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.load.file_reader import Opening
 from lightning_megatron.checkpoint.load.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalStock
@@ -52,7 +52,7 @@ def find_checkpoint(
     trainer: pl.Trainer,
     *,
     with_optimizers: bool,
-    group: dist.ProcessGroup | None,
+    opening: Opening,
     stock: LocalStock | None = None,
 ) -> CheckpointReader | None:
     """Open the checkpoint that a run starts from; collective.
@@ -61,7 +61,7 @@ def find_checkpoint(
         path: ``ckpt_path`` as Lightning passes it on.
         trainer: says where checkpoints are.
         with_optimizers: whether the run needs the state of the optimizers.
-        group: the ranks that read; all when None.
+        opening: opens it.
         stock: what the nodes have of local checkpoints, which ``"auto"`` takes into account.
 
     Returns:
@@ -74,7 +74,7 @@ def find_checkpoint(
     fitting = trainer.state.fn == TrainerFn.FITTING
     if os.fspath(path) == AUTO:
         places = checkpoint_places(trainer)
-        reader = open_newest(places, with_optimizers=with_optimizers, group=group, stock=stock)
+        reader = open_newest(places, opening, with_optimizers=with_optimizers, stock=stock)
         looked = ", ".join(map(str, dict.fromkeys((*places.trees, *places.folders))))
         if reader is None and not fitting:
             raise ConfigError(
@@ -87,11 +87,11 @@ def find_checkpoint(
         reader = open_or_go_back(
             storage_path(path),
             checkpoint_places(trainer),
+            opening,
             with_optimizers=with_optimizers,
-            group=group,
         )
     else:
-        reader = CheckpointReader(path, group=group)
+        reader = opening(path)
     # Lightning shows it, and spares it when ModelCheckpoint deletes. Setting trainer.ckpt_path
     # would make every later run start from it as well.
     show_checkpoint_path(trainer, None if reader is None else str(reader.directory))

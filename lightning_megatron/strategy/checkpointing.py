@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -43,6 +43,7 @@ from lightning_megatron._lightning.results import uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
+    clean_name,
     model_chunks,
     own_chunks,
     parameter_names,
@@ -58,19 +59,22 @@ from lightning_megatron.checkpoint.config import PARTS, CheckpointConfig, exclus
 from lightning_megatron.checkpoint.directory.commit import remove
 from lightning_megatron.checkpoint.directory.storage import storage_path
 from lightning_megatron.checkpoint.frozen_weights import check_sums, frozen_names, sums_of
+from lightning_megatron.checkpoint.load.file_reader import Opening, OptimizerNames
 from lightning_megatron.checkpoint.load.module_state import edits_loaded
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
+from lightning_megatron.checkpoint.save.file_save import FileSave
 from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
+from lightning_megatron.checkpoint.trainer_state.codec import pickling_problems
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.launch.store_barrier import StoreBarrier
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.run_log.sections import CHECKPOINT
+from lightning_megatron.strategy.checkpoint_format import CheckpointFormat
 from lightning_megatron.strategy.checkpoint_paths import (
-    AUTO,
     NoCheckpoint,
     find_checkpoint,
     rotations,
@@ -144,6 +148,7 @@ class Checkpointing:
     ) -> None:
         self._run = run
         self._config = config
+        self._format = CheckpointFormat(config)
         self._processes = processes
         self._data = data
         self.saver: Saver | None = None
@@ -228,7 +233,7 @@ class Checkpointing:
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write the directory ``filepath``; collective over all processes."""
+        """Write the checkpoint ``filepath``; collective over all processes."""
         before, self._section_before = self._section_before, None
         with self._run.clock.section(CHECKPOINT):
             self._save(checkpoint, filepath, storage_options)
@@ -248,6 +253,9 @@ class Checkpointing:
         self._refuse_to_save_alone(filepath)
         trainer = self._run.trainer
         content = self._content(checkpoint)
+        if self._format.is_file(self._run.parallel, filepath):
+            self._save_file(filepath, content)
+            return
         if self.saver is None:
             save_directory(filepath, **vars(content), group=self._run.host_group)
             return
@@ -255,6 +263,19 @@ class Checkpointing:
         at_once = self._links_checkpoints or ends
         rotated = rotations(trainer)
         self.saver.save(filepath, **vars(content), rotations=rotated, wait=at_once)
+
+    def _save_file(self, filepath: str | os.PathLike[str], content: "_Content") -> None:
+        module = self._run.parallel.module
+        save = FileSave(
+            filepath,
+            **vars(content),
+            modules=[clean_name(f"{n}.").rstrip(".") for n, _ in module.named_modules()],
+            device=self._run.parallel.topology.device,
+        )
+        if self.saver is None:
+            save.write(Peers(self._run.host_group))
+        else:
+            self.saver.save_file(save)
 
     def save_local(self) -> None:
         """Begin to make a local checkpoint of the present; collective over all processes."""
@@ -371,16 +392,23 @@ class Checkpointing:
 
     def _warn_of_loggers(self) -> None:
         for given in self._run.trainer.loggers:
-            if uploads_checkpoints(given):
+            if uploads_checkpoints(given) and not self._format.is_file(self._run.parallel):
                 rank_zero_warn(
                     f"{type(given).__name__}(log_model=...) uploads nothing: it takes files, and "
-                    "checkpoints of MegatronStrategy are directories. Log a file that "
-                    "`lightning-megatron convert` makes of one, or log_model=False"
+                    "checkpoints of this run are directories; nearest valid: "
+                    "CheckpointConfig(format='file'), or log_model=False"
                 )
 
     def problems(self, given: CheckpointIO) -> list[str]:
         """Faults of the options, and of what the Trainer was ``given`` to save with."""
-        return [*self._config.problems(), *self._problems_of(given)]
+        faults = [*self._config.problems(), *self._problems_of(given)]
+        trainer = self._run.trainer
+        # Lightning itself leaves out what cannot be pickled, with a warning, of the module's alone.
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.checkpoint_callbacks and data is not None and data.hparams:
+            key = LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
+            faults += pickling_problems({key: dict(data.hparams)})
+        return faults
 
     def _problems_of(self, given: CheckpointIO) -> list[str]:
         if type(given) is TorchCheckpointIO:
@@ -443,11 +471,15 @@ class Checkpointing:
 
     # Loading -------------------------------------------------------------------------------------
 
-    def load(self, checkpoint_path: str | os.PathLike[str]) -> dict[str, Any]:
+    def load(
+        self, checkpoint_path: str | os.PathLike[str], *, weights_only: bool = True
+    ) -> dict[str, Any]:
         """Open a checkpoint of any layout; `load_weights` loads it. Collective.
 
         Args:
-            checkpoint_path: a checkpoint directory, or ``"auto"`` for the newest valid one.
+            checkpoint_path: a checkpoint directory, a file that this strategy or Lightning wrote,
+                or ``"auto"`` for the newest valid one.
+            weights_only: whether objects of classes that are not registered are left out.
 
         Returns:
             Lightning's checkpoint dictionary, with weights that are read when somebody looks at
@@ -455,12 +487,6 @@ class Checkpointing:
             there is none yet, or if training starts from weights that another library made.
         """
         module = self._run.module
-        if os.path.isfile(checkpoint_path) and checkpoint_path != AUTO:
-            raise ConfigError(
-                f"ckpt_path={os.fspath(checkpoint_path)}: MegatronStrategy loads the checkpoint "
-                "directories that it writes, this is a file; nearest valid: make a directory of it "
-                "with `lightning-megatron convert --from-lightning FILE DIRECTORY`"
-            )
         if self.saver is not None:
             self.saver.drain()
         if self.local is not None:
@@ -472,7 +498,11 @@ class Checkpointing:
             checkpoint_path,
             module.trainer,
             with_optimizers=fitting and bool(self._run.optimizers),
-            group=group,
+            opening=Opening(
+                group=group,
+                weights_only=weights_only and self._config.weights_only,
+                optimizer_names=self._names_of_optimizers() if fitting else None,
+            ),
             stock=None if self.local is None else self.local.run.stock,
         )
         if reader is None:
@@ -631,6 +661,16 @@ class Checkpointing:
     def _optimized_names(self) -> dict[torch.Tensor, str]:
         parallel = self._run.parallel
         return {**parallel.gradients.beside, **parameter_names(parallel.module, parallel.canonical)}
+
+    def _names_of_optimizers(self) -> OptimizerNames | None:
+        """Names of the parameters of each optimizer, in its order; None where ranks divide them."""
+        if self._run.parallel.topology.pp.size > 1:
+            return None
+        names = self._optimized_names()
+        return [
+            [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+            for optimizer in self._run.optimizers
+        ]
 
     def leave_groups_to(self, topology: Topology) -> None:
         """Have the groups that were made to save destroyed with others."""

@@ -794,7 +794,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write the directory ``filepath``; collective over all processes."""
+        """Write the checkpoint ``filepath``; collective over all processes."""
         self.stop.mend(checkpoint)
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -803,9 +803,8 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Open a checkpoint of any layout; `load_model_state_dict` loads it. Collective."""
-        del weights_only  # nothing that could execute code is read
         with self.clock.section(sections.CHECKPOINT):
-            return self.checkpoints.load(checkpoint_path)
+            return self.checkpoints.load(checkpoint_path, weights_only=weights_only is not False)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

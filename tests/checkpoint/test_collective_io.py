@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from lightning_megatron.checkpoint.chunks import Chunk, model_chunks, parameter_names
 from lightning_megatron.checkpoint.collective_io import load_directory, save_directory
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -48,18 +49,33 @@ def test_lightning_state_comes_back(path):
     assert loaded == {k: v for k, v in state.items() if k != "hparams_type"}
 
 
-def test_hyper_parameter_without_plain_form_is_left_out_with_a_warning(path, caplog):
-    state = {"hyper_parameters": {"activation": nn.GELU(), "nested": {"f": len}, "width": 3}}
+def test_objects_are_left_out_with_a_warning_unless_they_are_trusted(path, caplog):
+    hyper_parameters = {"activation": nn.GELU(), "nested": {"f": nn.Tanh, "x": [len]}, "width": 3}
+    save(path, nn.Linear(1, 1), {"hyper_parameters": hyper_parameters})
+    assert (path / "objects.pkl").exists()
     with caplog.at_level(logging.WARNING):
-        save(path, nn.Linear(1, 1), state)
-    assert "'activation'" in caplog.text
-    assert "'nested'" in caplog.text
-    assert load_directory(path, nn.Linear(1, 1)) == {"hyper_parameters": {"width": 3}}
+        found = load_directory(path, nn.Linear(1, 1))
+    assert found == {"hyper_parameters": {"nested": {"x": [None]}, "width": 3}}
+    assert "hyper_parameters.activation (torch.nn.modules.activation.GELU)" in caplog.text
+    assert "weights_only=False" in caplog.text
+    with torch.serialization.safe_globals([nn.Tanh]):
+        found = load_directory(path, nn.Linear(1, 1))["hyper_parameters"]
+    assert found["nested"]["f"] is nn.Tanh
+    caplog.clear()
+    trusting = CheckpointReader(path, weights_only=False)
+    found = load_directory(trusting, nn.Linear(1, 1))["hyper_parameters"]
+    assert isinstance(found["activation"], nn.GELU)
+    assert found["nested"] == hyper_parameters["nested"]
+    assert not caplog.records
 
 
-def test_other_objects_are_an_error_that_names_them_and_writes_nothing(path):
-    with pytest.raises(ConfigError, match=r"callbacks\.Mine\.model: a torch\.nn\..*Linear") as info:
-        save(path, nn.Linear(1, 1), {"callbacks": {"Mine": {"model": nn.Linear(1, 1), "f": len}}})
+def test_objects_that_no_pickle_holds_are_named_and_nothing_is_written(path):
+    wrong = {"model": lambda: 0, "f": open(os.devnull)}  # noqa: SIM115
+    with (
+        wrong["f"],
+        pytest.raises(ConfigError, match=r"callbacks\.Mine\.model: a builtins\.fun") as info,
+    ):
+        save(path, nn.Linear(1, 1), {"callbacks": {"Mine": wrong}})
     assert len(info.value.problems) == 2
     assert os.listdir(path.parent) == []
 
@@ -279,7 +295,7 @@ def test_failure_of_one_rank_is_the_error_of_all_and_leaves_the_old_one(pool, pa
     assert re.search(f"rank 1: .*{room}", full)
     assert rename.startswith("CheckpointError: saving")
     assert re.search(f"rank 0: .*{room}", rename)
-    assert "bad: a builtins.type" in plain
+    assert "bad: a builtins.function cannot be pickled" in plain
     assert "the module (3, 2)" in shape
     assert "0.weight, 0.bias" in names
     assert read_manifest(path).step == 1

@@ -22,7 +22,7 @@ from lightning_megatron import (
     load_from_checkpoint,
 )
 from lightning_megatron.checkpoint.chunks import whole
-from lightning_megatron.checkpoint.load.reader import CheckpointReader
+from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 from lightning_megatron.layers.experts.config import RouterConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.mixture_config import MixtureConfig
@@ -117,7 +117,7 @@ def _train(
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Weights and optimizer moments, each as one tensor of the whole model."""
-    reader = CheckpointReader(path, alone=True)
+    reader = open_checkpoint(path, alone=True)
     entries = reader.manifest.tensors
     found = {n: torch.empty(e.shape, dtype=e.torch_dtype) for n, e in entries.items()}
     reader.read({name: whole(tensor) for name, tensor in found.items()})

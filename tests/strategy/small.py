@@ -1,6 +1,7 @@
 """A small module, its data and a quiet Trainer: what the tests of the strategy run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequential
+from lightning_megatron import (
+    CheckpointConfig,
+    MegatronStrategy,
+    PipelineConfig,
+    PipelineSequential,
+)
 from lightning_megatron.testing import WorkerPool
 
 WIDTH = 4
@@ -58,8 +64,16 @@ def loader(dataset: Dataset[Any] | None = None, *, dp: int = 1, **options: Any) 
 
 
 def make_trainer(layout: Mapping[str, Any] | None, devices: int = 1, **options: Any) -> pl.Trainer:
-    """A Trainer without files and bars; ``layout`` None is plain Lightning."""
-    strategy: Any = "auto" if layout is None else MegatronStrategy(**layout)
+    """A Trainer without files and bars; ``layout`` None is plain Lightning.
+
+    It saves directories: `tests/checkpoint/test_files.py` has files.
+    """
+    strategy: Any = "auto"
+    if layout is not None:
+        config = layout.get("checkpoint", CheckpointConfig())
+        if isinstance(config, CheckpointConfig) and config.format == "auto":
+            config = replace(config, format="directory")
+        strategy = MegatronStrategy(**{**layout, "checkpoint": config})
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "precision": "64-true",

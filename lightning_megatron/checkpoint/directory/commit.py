@@ -1,9 +1,10 @@
-"""The commit of a checkpoint directory by a rename (for object stores: remote_commit.py).
+"""The commit of a checkpoint by a rename (for object stores: remote_commit.py).
 
 A checkpoint is written into a hidden sibling of its final place, and renamed when it is complete
 and on disk. A reader sees the old one, the new one or none, never a mixture. An existing target is
 renamed aside first. Between these two renames the target does not exist; a crash there leaves the
-complete new directory and the old one beside it, where `locate` finds them.
+complete new directory and the old one beside it, where `locate` finds them. A checkpoint that is a
+file replaces another in one step.
 
 ::
 
@@ -30,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, is_checkpoint
+from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE
 from lightning_megatron.checkpoint.directory.remote_commit import (
     RemoteStaging,
     move_remote,
@@ -126,6 +127,50 @@ class Staging:
         self._locks.close()
 
 
+class FileStaging:
+    """A checkpoint of one file under construction, beside its final place.
+
+    Args:
+        target: the final path.
+        token: name of this attempt, different from that of any other.
+
+    Attributes:
+        file: the file to write.
+    """
+
+    def __init__(self, target: Path, token: str) -> None:
+        self.target = target
+        self.file = target.with_name(f".{target.name}.tmp-{token}")
+        self._aside = target.with_name(f".{target.name}.old-{token}")
+        self._locks = contextlib.ExitStack()
+
+    def create(self) -> None:
+        """Make the empty file, after removing the leftovers of interrupted attempts."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in _siblings(self.target):
+            _dismantle(leftover)
+        _sweep(self.target.parent)
+        self.file.touch(exist_ok=False)
+        _lock(self.file, self._locks)
+
+    def publish(self) -> None:
+        """Rename the complete file, which is on disk, to the target, durably."""
+        with self._locks:
+            replaces = self.target.is_dir() and not self.target.is_symlink()
+            if replaces:  # a checkpoint directory, which no file can replace in one step
+                os.rename(self.target, self._aside)
+            os.replace(self.file, self.target)
+            sync_directory(self.target.parent)
+            if replaces:
+                _dismantle(self._aside)
+
+    def discard(self) -> None:
+        """Delete the unfinished file; never raises."""
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
+        self._locks.close()
+
+
 def staging_for(target: AnyPath, token: str) -> Staging | RemoteStaging:
     """Return the place in which a checkpoint is built until it is published."""
     if isinstance(target, RemotePath):
@@ -137,7 +182,7 @@ def locate(target: PathT) -> PathT:
     """Return the path of a checkpoint: ``target``, or a sibling after a crash in `publish`."""
     if not isinstance(target, Path) or os.path.lexists(target):
         return target
-    complete = [path for path in _siblings(target) if is_checkpoint(path)]
+    complete = [path for path in _siblings(target) if _is_complete(path)]
     # The new one (tmp) is preferred to the one it was about to replace (old).
     return max(complete, key=lambda path: ".tmp-" in path.name, default=target)
 
@@ -165,6 +210,11 @@ def set_aside(target: AnyPath) -> AnyPath:
     elif isinstance(damaged, RemotePath) and isinstance(renamed, RemotePath):
         move_remote(damaged, renamed)
     return renamed
+
+
+def _is_complete(hidden: Path) -> bool:
+    """Return whether a hidden directory is complete; a file is not before it is renamed."""
+    return os.path.isfile(hidden / MANIFEST_FILE)
 
 
 def _siblings(target: Path) -> list[Path]:
@@ -215,7 +265,7 @@ def _sweep(directory: Path) -> None:
         with contextlib.ExitStack() as locks, contextlib.suppress(OSError):
             if not _is_abandoned(path, locks):
                 continue
-            if is_checkpoint(path) and not os.path.lexists(target):
+            if _is_complete(path) and not os.path.lexists(target):
                 os.rename(locate(target), target)
             else:
                 _dismantle(path)
@@ -226,18 +276,19 @@ def _is_abandoned(path: Path, locks: contextlib.ExitStack) -> bool:
     held = _lock(path, locks)
     if held is not None:
         return held
-    dates = [entry.stat().st_mtime for entry in (path, *path.iterdir())]
+    entries: list[Path] = list(path.iterdir()) if path.is_dir() else []
+    dates = [entry.stat().st_mtime for entry in (path, *entries)]
     return time.time() - max(dates) > _ABANDONED_S
 
 
-def _lock(directory: Path, locks: contextlib.ExitStack) -> bool | None:
-    """Lock a directory until ``locks`` is closed.
+def _lock(path: Path, locks: contextlib.ExitStack) -> bool | None:
+    """Lock a directory or a file until ``locks`` is closed.
 
     Returns:
         Whether this process has the lock; None where the file system has no locks.
     """
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     locks.callback(os.close, descriptor)

@@ -1,7 +1,9 @@
 """The search for checkpoints by names; it opens nothing but manifests."""
 
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_megatron.checkpoint.directory.commit import CORRUPT, hidden_target, locate
 from lightning_megatron.checkpoint.directory.manifest import (
@@ -60,14 +62,25 @@ def _below(place: AnyPath, *, deep: bool) -> Iterator[AnyPath]:
 
 
 def is_candidate(path: AnyPath) -> bool:
-    """Return whether ``path`` is a checkpoint of this package, complete or torn."""
+    """Return whether ``path`` is a checkpoint of this package, complete or torn.
+
+    Files of Lightning are, too; a file that begins as an archive and does not end as one is torn.
+    """
     place = locate(path)
+    if isinstance(place, Path) and place.is_file():
+        return hidden_target(place) is None and (is_checkpoint(place) or _is_torn(place))
     if not place.is_dir():
         return False
     if is_checkpoint(place):
         return True
     ours = (place / STATE_FILE).exists() or any(place.glob("*.distcp"))
     return ours and not (place / _FOREIGN).exists()
+
+
+def _is_torn(file: Path) -> bool:
+    with file.open("rb") as opened:
+        begins = opened.read(4) == b"PK\x03\x04"
+    return begins and not zipfile.is_zipfile(file)
 
 
 def age(path: AnyPath) -> tuple[float, str]:
@@ -78,6 +91,6 @@ def age(path: AnyPath) -> tuple[float, str]:
     except CheckpointError:
         written = None
     if written is None:
-        file = place / MANIFEST_FILE
+        file = place / MANIFEST_FILE if place.is_dir() else place
         written = (file if file.exists() else place).stat().st_mtime
     return written, path.name

@@ -26,6 +26,7 @@ is why nothing in a checkpoint is trusted with more than numbers.
 
 import json
 import os
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 STATE_TENSORS_FILE = "state.safetensors"
+OBJECTS_FILE = "objects.pkl"
 METADATA_FILE = ".metadata"
 
 SCHEMA = 4
@@ -396,12 +398,36 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a complete checkpoint directory; nothing in it is verified."""
-    return (storage_path(path) / MANIFEST_FILE).is_file()
+    """Return whether ``path`` is a complete checkpoint; nothing in it is verified.
+
+    It is a directory of this package, or a file that this package or Lightning wrote.
+    """
+    place = storage_path(path)
+    if isinstance(place, Path) and place.is_file():
+        return file_entries(place) is not None
+    return (place / MANIFEST_FILE).is_file()
+
+
+def file_entries(file: Path) -> frozenset[str] | None:
+    """Return which of some keys a checkpoint has that is a file; None for any other file.
+
+    It reads names in the pickle without unpickling it, and nothing is verified.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
+            pickled = archive.read(name)
+    except (OSError, zipfile.BadZipFile, StopIteration):
+        return None
+    if b"pytorch-lightning_version" not in pickled:
+        return None
+    return frozenset(key for key in ("optimizer_states",) if key.encode() in pickled)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a checkpoint directory.
+
+    That of a file says only how large and how old it is, and whether it has optimizer state.
 
     Raises:
         DamagedCheckpointError: the manifest is missing, or not what was written.
@@ -409,6 +435,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     directory = storage_path(path)
     if not directory.is_dir():
+        if isinstance(directory, Path) and directory.is_file():
+            return _manifest_of_file(directory)
         if directory.exists():
             raise CheckpointError(f"{directory}: this is a file, not a checkpoint directory")
         raise NoSuchCheckpointError(f"{directory}: there is no such checkpoint")
@@ -423,3 +451,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"{directory}: {MANIFEST_FILE} cannot be read: {error}") from error
     except CheckpointError as error:
         raise type(error)(f"{directory}: {error}") from None
+
+
+def _manifest_of_file(file: Path) -> Manifest:
+    entries = file_entries(file)
+    if entries is None:
+        raise DamagedCheckpointError(f"{file}: a file, but no checkpoint, or damaged")
+    found = file.stat()
+    return Manifest(
+        written=found.st_mtime,
+        optimizers=int("optimizer_states" in entries),
+        files={file.name: FileEntry(size=found.st_size)},
+    )

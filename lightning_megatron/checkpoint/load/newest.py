@@ -17,12 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from lightning_megatron.checkpoint.directory.commit import locate, set_aside
 from lightning_megatron.checkpoint.directory.discovery import Places, age, candidates, renamed
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.load.file_reader import Opening
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalCandidate, LocalStock
 from lightning_megatron.comm.peers import Peers
@@ -33,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 def open_newest(
     places: Places,
+    opening: Opening = Opening(),  # noqa: B008
     *,
     with_optimizers: bool = False,
-    group: dist.ProcessGroup | None = None,
     stock: LocalStock | None = None,
 ) -> CheckpointReader | None:
     """Open the newest valid checkpoint; collective.
 
     Args:
         places: directories to search; the first rank's are used.
+        opening: opens them.
         with_optimizers: skip checkpoints without optimizer state.
-        group: the ranks that read; all when None.
         stock: local checkpoints of the nodes, if there may be some.
 
     Returns:
@@ -52,7 +51,7 @@ def open_newest(
     Raises:
         CheckpointError: all checkpoints are damaged, which it lists; or one cannot be read.
     """
-    peers = Peers(group)
+    peers = Peers(opening.group)
     found, corrupt = peers.run(
         "looking for checkpoints", lambda: None, lambda _: _search(places, with_optimizers)
     )
@@ -68,7 +67,7 @@ def open_newest(
                     logger.warning("Skipping a local checkpoint: %s", error)
             continue
         try:
-            return CheckpointReader(one.path, group=group)
+            return opening(one.path)
         except DamagedCheckpointError as error:
             reasons.append(_put_aside(one.path, error, peers))
     reasons += [f"{path}: found damaged by an earlier search" for path in corrupt]
@@ -83,9 +82,9 @@ def open_newest(
 def open_or_go_back(
     path: AnyPath,
     places: Places,
+    opening: Opening = Opening(),  # noqa: B008
     *,
     with_optimizers: bool = False,
-    group: dist.ProcessGroup | None = None,
 ) -> CheckpointReader:
     """Open ``path``, or the newest valid checkpoint if ``path`` is damaged; collective.
 
@@ -95,18 +94,18 @@ def open_or_go_back(
     Args:
         path: a checkpoint; the first rank's value is used.
         places: directories to search for others.
+        opening: opens them.
         with_optimizers: skip checkpoints without optimizer state.
-        group: the ranks that read; all when None.
 
     Raises:
         CheckpointError: no valid checkpoint exists, or one cannot be read.
     """
-    peers = Peers(group)
+    peers = Peers(opening.group)
     try:
-        return CheckpointReader(path, group=group)
+        return opening(path)
     except DamagedCheckpointError as error:
         reason = _put_aside(path, error, peers)
-    reader = open_newest(places, with_optimizers=with_optimizers, group=group)
+    reader = open_newest(places, opening, with_optimizers=with_optimizers)
     if reader is None:
         raise CheckpointError(f"the only checkpoint is damaged: {reason}")
 

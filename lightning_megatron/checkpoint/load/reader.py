@@ -22,9 +22,10 @@ from lightning_megatron.checkpoint.directory.manifest import TensorEntry, read_m
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.directory.verify import check_contents, check_files
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
+from lightning_megatron.checkpoint.trainer_state.plain_pickle import tell_left_out
 from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 from lightning_megatron.comm.peers import Peers
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError
 
 MODEL_PREFIX = "model"
 """Prefix of the names of parameters and buffers in the shards."""
@@ -40,6 +41,9 @@ class CheckpointReader:
         path: the directory; the first rank's value is used.
         group: the ranks that read; all when None.
         alone: read in this process only, even if there are process groups.
+        weights_only: whether objects of classes that are not registered with
+            ``torch.serialization.add_safe_globals`` are left out. False runs code of whoever wrote
+            the checkpoint.
 
     Attributes:
         peers: the ranks that read.
@@ -62,9 +66,11 @@ class CheckpointReader:
         *,
         group: dist.ProcessGroup | None = None,
         alone: bool = False,
+        weights_only: bool = True,
     ) -> None:
         began = time.perf_counter()
         self.peers = Peers(group, alone=alone)
+        self.weights_only = weights_only
         self.directory = self._locate(path)
         self.what = f"loading {self.directory}"
         self._verify()
@@ -85,11 +91,20 @@ class CheckpointReader:
         check_contents(self.what, self.directory, self.manifest, self.peers)
 
     def _open(self) -> None:
+        if self.directory.is_file():
+            raise CheckpointError(
+                f"{self.directory}: this is a file, not a directory; nearest valid: "
+                "lightning_megatron.checkpoint.load.file_reader.open_checkpoint, which takes both"
+            )
         self.manifest = read_manifest(self.directory)
 
     def _read(self) -> list[str]:
         """Read what every rank needs; return the faults of this rank's share of the tensors."""
-        content = read_state_files(self.directory, self.manifest)
+        content, left_out = read_state_files(
+            self.directory, self.manifest, weights_only=self.weights_only
+        )
+        if self.peers.is_first:
+            tell_left_out(str(self.directory), left_out)
         self.state: dict[str, Any] = content["state"]
         self.extras: dict[str, Any] = content["extras"]
         self.optimizers: list[dict[str, Any]] = content["optimizers"]

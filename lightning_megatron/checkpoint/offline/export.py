@@ -1,7 +1,7 @@
 """Exports of a checkpoint outside training, in one process without process groups.
 
-Every function reads a checkpoint directory of any layout and needs the memory of the whole model
-(`load_tensor`: of one tensor or less).
+Every function reads a checkpoint of any layout, a directory or a file, and needs the memory of the
+whole model (`load_tensor`: of one tensor or less).
 """
 
 import io
@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_megatron._lightning.saving import module_from
 from lightning_megatron.checkpoint.chunks import whole
 from lightning_megatron.checkpoint.directory.manifest import local_path
-from lightning_megatron.checkpoint.directory.storage import storage_path
+from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def load_full_state_dict(
     """Read the weights of a checkpoint as the ``state_dict`` of the unpartitioned module.
 
     Args:
-        path: a checkpoint directory.
+        path: a checkpoint, a directory or a file.
         device: device of the tensors.
         aliases: whether a shared parameter appears under each of its names (as one tensor), as in
             ``Module.state_dict``, or under the first only.
@@ -49,7 +49,7 @@ def load_full_state_dict(
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    return _full_state(CheckpointReader(path, alone=True), torch.device(device), aliases)
+    return _full_state(open_checkpoint(path, alone=True), torch.device(device), aliases)
 
 
 def load_tensor(
@@ -69,7 +69,7 @@ def load_tensor(
     (`CheckpointReader.tensor`).
 
     Args:
-        path: a checkpoint directory.
+        path: a checkpoint, a directory or a file.
         name: name in the ``state_dict`` of the unpartitioned module.
         index: index along dimension 0, which is then left out, or a slice; all of it when None.
         device: device of the tensor.
@@ -78,7 +78,7 @@ def load_tensor(
         CheckpointError: the checkpoint does not exist or is damaged.
         ConfigError: it has no such tensor, or the tensor no such index.
     """
-    return CheckpointReader(path, alone=True).tensor(name, index, device=device)
+    return open_checkpoint(path, alone=True).tensor(name, index, device=device)
 
 
 def export_safetensors(
@@ -93,7 +93,7 @@ def export_safetensors(
     ``module.load_state_dict(safetensors.torch.load_file(file))`` then works on the plain module.
 
     Args:
-        path: a checkpoint directory.
+        path: a checkpoint, a directory or a file.
         file: the file to write; an existing one is replaced when the new one is complete.
         dtype: dtype of floating-point tensors; the stored one when None.
         aliases: whether to write a shared parameter under each of its names; False makes a smaller
@@ -121,26 +121,26 @@ def load_from_checkpoint(
     map_location: torch.device | str | None = None,
     *,
     strict: bool | None = None,
+    weights_only: bool = True,
     **hyper_parameters: Any,
 ) -> ModuleT:
     """Return a LightningModule from a checkpoint, like ``LightningModule.load_from_checkpoint``.
 
     Args:
         module_class: the class of the module; ``configure_model`` is called if it is overridden.
-        path: a checkpoint directory of any layout, or a file that Lightning wrote.
-        map_location: device of the module; the CPU for a directory when None.
+        path: a checkpoint of any layout, or a file that Lightning wrote.
+        map_location: device of the module; the CPU when None.
         strict: whether names that only the module or only the checkpoint has are an error; the
             module's own setting when None.
+        weights_only: whether objects of classes that are not registered with
+            ``torch.serialization.add_safe_globals`` are left out, which is said. False runs code of
+            whoever wrote the checkpoint.
         hyper_parameters: arguments of the module that override the stored ones.
 
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    if storage_path(path).is_file():
-        return module_class.load_from_checkpoint(
-            os.fspath(path), map_location=map_location, strict=strict, **hyper_parameters
-        )
-    reader = CheckpointReader(path, alone=True)
+    reader = open_checkpoint(path, alone=True, weights_only=weights_only)
     checkpoint = {**reader.state, "state_dict": _full_state(reader, torch.device("cpu"), True)}
     key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
     checkpoint[key] = {**checkpoint.get(key, {}), **hyper_parameters}
@@ -156,13 +156,13 @@ def convert_to_lightning(path: str | os.PathLike[str], file: str | os.PathLike[s
     become dicts, enums their values, paths strings.
 
     Args:
-        path: a checkpoint directory.
+        path: a checkpoint, a directory or a file.
         file: the file to write; an existing one is replaced when the new one is complete.
 
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    reader = CheckpointReader(path, alone=True)
+    reader = open_checkpoint(path, alone=True)
     checkpoint = {key: reader.state[key] for key in _LIGHTNING_KEYS if key in reader.state}
     checkpoint.setdefault("pytorch-lightning_version", version("lightning"))
     checkpoint["state_dict"] = _full_state(reader, torch.device("cpu"), True)

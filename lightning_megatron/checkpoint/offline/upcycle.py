@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_megatron.build.written_values import draw
 from lightning_megatron.checkpoint.chunks import Chunk, whole
 from lightning_megatron.checkpoint.directory.manifest import local_path
+from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, PRETRAINED, CheckpointReader
 from lightning_megatron.checkpoint.offline.huggingface.safetensors_file import TensorInfo
 from lightning_megatron.checkpoint.offline.huggingface.transformer import (
@@ -77,7 +78,7 @@ def upcycle(
     """
     target = local_path(path)
     raise_if_any([*at_least(0.0, noise=noise), *whole_numbers(0, seed=seed)])
-    reader = CheckpointReader(source, alone=True)
+    reader = open_checkpoint(source, alone=True)
     dense = config_of(reader)
     raise_if_any([*target_problems(target, overwrite), *_problems(dense, experts)])
     config = replace(dense, experts=experts)

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from lightning_megatron.checkpoint.chunks import Chunk
@@ -33,6 +34,7 @@ from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
 from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, Written, write_shards
+from lightning_megatron.checkpoint.save.file_save import FileSave
 from lightning_megatron.checkpoint.save.host_copy import HostCopy
 from lightning_megatron.checkpoint.save.incremental import Increments
 from lightning_megatron.checkpoint.save.save_plan import (
@@ -93,8 +95,10 @@ class SaveOutcome:
 class Job:
     """A save in flight."""
 
-    planned: Save
-    shards: ShardWriting
+    target: AnyPath
+    """Path of the checkpoint."""
+    write: Callable[[Peers, Callable[[], bool]], Manifest | None]
+    """Function that writes and publishes, given the ranks and whether to stop."""
     begun: float
     """Time of the call, by `time.perf_counter`."""
     step: int | None
@@ -123,7 +127,7 @@ class Job:
         """Return the result of the save after its end."""
         seconds = now - self.begun
         return SaveOutcome(
-            path=str(self.planned.target),
+            path=str(self.target),
             step=self.step,
             seconds=seconds,
             stall=seconds if self.stall_s is None else self.stall_s,
@@ -142,7 +146,7 @@ class Saver:
         background: the same ranks over a gloo group of its own; None to save while training waits.
         report: function that is called with the result of every save, in the thread that wrote.
         noun: name of what is saved, for messages.
-        placed: function that turns a planned save into one for another place (local/run.py).
+        placed: function that has a planned save written to another place (local/run.py).
     """
 
     def __init__(
@@ -219,16 +223,23 @@ class Saver:
             )
         )
         if self._background is None:
-            shards = self._shortened(chunks, writing(chunks))
-            self._submit(Job(planned, shards, begun, step, rotations=rotations))
+            write = partial(planned.write, self._shortened(chunks, writing(chunks)))
+            self._submit(Job(planned.target, write, begun, step, rotations=rotations))
             return
         if not planned.unchanged:
             self._make_room()
-        job = Job(planned, self._copied(chunks, planned), begun, step, rotations=rotations)
+        write = partial(planned.write, self._copied(chunks, planned))
+        job = Job(planned.target, write, begun, step, rotations=rotations)
         self._submit(job)
         if wait:
             self.drain()
         job.stall_s = time.perf_counter() - begun
+
+    def save_file(self, save: FileSave) -> None:
+        """Save to one file; collective. Errors are those of `save`."""
+        begun = time.perf_counter()
+        self.drain()
+        self._submit(Job(save.target, save.write, begun, save.step))
 
     def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
         """Note the checkpoint that training goes on from; the next one may share its files."""
@@ -276,9 +287,7 @@ class Saver:
             if job.done.wait(left):
                 self._settle(job)
             else:
-                logger.warning(
-                    "%s: abandoned, as the save has not ended in time", job.planned.target
-                )
+                logger.warning("%s: abandoned, as the save has not ended in time", job.target)
         if self._pending is None:
             return
         if quietly:
@@ -378,16 +387,15 @@ class Saver:
         """Count and report a save that has ended; the same on all ranks."""
         self._gave_up = job.given_up
         if job.given_up:
-            logger.info("%s: given up for a newer checkpoint", job.planned.target)
+            logger.info("%s: given up for a newer checkpoint", job.target)
             return
         if job.error is None:
-            self._failures = 0
-            self._complete = self._complete + 1
+            self._failures, self._complete = 0, self._complete + 1
             return
         self._failures += 1
         limit = self._config.max_failed_saves
         ends = limit is not None and self._failures >= limit
-        if self._config.on_error == "raise" or ends:
+        if self._config.on_error == "raise" or ends or isinstance(job.error, ConfigError):
             self._pending = self._pending or (job.raise_at, job.error)
         elif self._peers.is_first:
             logger.warning(
@@ -413,17 +421,17 @@ class Saver:
     def _write(self, job: Job, peers: Peers) -> None:
         agreed = True
         try:
-            manifest = job.planned.write(job.shards, peers, job.stop.is_set)
+            manifest = job.write(peers, job.stop.is_set)
             job.given_up = manifest is None
             if manifest is not None:
                 job.bytes = manifest.size
-                self._note(job.planned.target, manifest, peers)
+                self._note(job.target, manifest, peers)
                 self._rotate(job, manifest, peers)
         except (CheckpointError, ConfigError) as error:
             job.error = error
         except BaseException as error:  # a peer is gone, which ends training too; an interrupt
             agreed = False
-            job.error = CheckpointError(f"saving {job.planned.target} was interrupted: {error!r}")
+            job.error = CheckpointError(f"saving {job.target} was interrupted: {error!r}")
             if peers is not self._background:
                 raise
         finally:
@@ -444,7 +452,7 @@ class Saver:
         if keep is None or not job.rotations:
             return
         try:
-            rotate(job.planned.target, manifest, job.rotations, keep, peers)
+            rotate(job.target, manifest, job.rotations, keep, peers)
         except CheckpointError as error:
             if peers.is_first:
                 logger.warning("old checkpoints are not deleted: %s", error)
@@ -476,7 +484,7 @@ class Saver:
         """Delete the checkpoints that this save has replaced, if it was published."""
         with self._lock:
             # From earlier requests; one that came after the save may concern its target.
-            obsolete = [path for path in self._obsolete if path != job.planned.target]
+            obsolete = [path for path in self._obsolete if path != job.target]
             obsolete += job.obsolete
             self._open.remove(job)
             self._newest_failed = not job.succeeded

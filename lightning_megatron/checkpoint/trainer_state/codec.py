@@ -1,4 +1,4 @@
-"""The codec of ``state.json``: plain data and tensors to JSON and back, without pickle.
+"""The codec of ``state.json``: plain data and tensors to JSON and back.
 
 A checkpoint holds more than weights: loop counters, states of schedulers and callbacks,
 hyper-parameters. Stock checkpoints pickle them, and a pickle runs any code of its author. Here such
@@ -11,8 +11,9 @@ a tree becomes JSON, and its tensors go into a table that is stored as a safeten
 * members of enums are looked up by name in classes that are already imported, and the frozen
   dataclasses of this package by class name; decoding never imports or calls anything else.
 
-A value without a tag is a fault. Faults are collected with their places in the tree
-(``callbacks.EMA.shadow``), so that one error names all of them.
+A value without a tag is kept as an object beside the JSON, by its place in the tree
+(``callbacks.EMA.shadow``), for a pickle of its own, which is read only if its author is trusted. A
+value that cannot be pickled is a fault. Faults are collected, so that one error names all of them.
 """
 
 import base64
@@ -24,7 +25,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, timedelta
 from enum import Enum
 from pathlib import Path, PurePath
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_megatron._torch.saved_files import pickling_fault
 from lightning_megatron.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -95,11 +97,13 @@ class Encoder:
 
     Attributes:
         tensors: detached CPU copies of the tensors, by their place in the tree.
+        objects: values that only a pickle can hold, by their place in the tree.
         problems: one sentence per value that cannot be stored, with its place.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.objects: dict[str, Any] = {}
         self.problems: list[str] = []
 
     def encode(self, value: Any, path: str) -> Any:
@@ -155,18 +159,25 @@ class Encoder:
         if dataclasses.is_dataclass(kind) and _CONFIG_CLASS.fullmatch(_class_name(kind)):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind) if f.init}
             return _tagged("config", [_class_name(kind), self.encode(fields, path)])
-        return self._problem(value, path, "has no plain form")
+        return self._object(value, path)
+
+    def _object(self, value: Any, path: str) -> Any:
+        if (fault := pickling_fault(value)) is not None:
+            return self._problem(value, path, f"cannot be pickled ({fault})")
+        key = _free_key(path, self.objects)
+        self.objects[key] = value
+        return _tagged("object", key)
 
     def _encode_tensor(self, value: Tensor, path: str) -> Any:
         if isinstance(value, DTensor):
             return self._problem(value, path, "is spread over ranks: store value.full_tensor()")
         if value.is_meta or value.layout is not torch.strided or value.dtype not in _TENSOR_DTYPES:
-            return self._problem(value, path, f"({value.dtype}, {value.layout}) has no plain form")
+            return self._object(value, path)
         return _tagged("tensor", self._keep(value.detach(), path))
 
     def _encode_array(self, value: Any, path: str) -> Any:
         if value.dtype.kind not in _ARRAY_KINDS:
-            return self._problem(value, path, f"of dtype {value.dtype} has no plain form")
+            return self._object(value, path)
         if isinstance(value, np.generic):
             raw = base64.b64encode(value.tobytes()).decode()
             return _tagged("numpy scalar", [value.dtype.str, raw])
@@ -175,19 +186,49 @@ class Encoder:
         return _tagged("ndarray", [value.dtype.str, list(value.shape), key])
 
     def _keep(self, value: Tensor, path: str) -> str:
-        key, number = path, 1
-        while key in self.tensors:
-            number += 1
-            key = f"{path}#{number}"
+        key = _free_key(path, self.tensors)
         self.tensors[key] = value.cpu().contiguous().clone()
         return key
 
     def _problem(self, value: Any, path: str, reason: str) -> None:
         kind = type(value)
+        origin = _ORIGINS.get(re.split(r"[.\[]", path)[0], "on_save_checkpoint; nearest valid:")
         self.problems.append(
-            f"{path}: a {kind.__module__}.{kind.__qualname__} {reason}; a checkpoint holds "
-            "numbers, strings, containers, tensors, numpy values, paths, times, enums"
+            f"{path}: a {kind.__module__}.{kind.__qualname__} {reason}, from {origin} a plain "
+            "value, a tensor, or an object of a class of a module in its place"
         )
+
+
+def pickling_problems(state: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each value of a checkpoint, or of a part, that no pickle can hold."""
+    encoder = Encoder()
+    for key, value in state.items():
+        if pickling_fault(value) is not None:
+            encoder.encode(value, key)
+    return encoder.problems
+
+
+_ORIGINS = {
+    "hyper_parameters": "save_hyperparameters; nearest valid: ignore=[...] there, or",
+    "datamodule_hyper_parameters": "save_hyperparameters; nearest valid: ignore=[...] there, or",
+    "callbacks": "state_dict of the callback; nearest valid:",
+    "state_dict": "the module's state_dict; nearest valid:",
+    "optimizers": "the optimizer's state; nearest valid:",
+    "lr_schedulers": "the schedule's state_dict; nearest valid:",
+}
+"""What puts a value into a checkpoint, by the first key of its place."""
+
+
+def _free_key(path: str, used: Mapping[str, Any]) -> str:
+    key, number = path, 1
+    while key in used:
+        number += 1
+        key = f"{path}#{number}"
+    return key
+
+
+_GONE = object()
+"""Stands for an object that was not read."""
 
 
 class Decoder:
@@ -195,10 +236,15 @@ class Decoder:
 
     Args:
         tensors: the tensors of the encoder.
+        objects: the objects of the encoder, as far as they were read. The others are absent in
+            dictionaries, and None elsewhere.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], objects: Mapping[str, Any] | None = None
+    ) -> None:
         self._tensors = tensors
+        self._objects = objects or {}
 
     def decode(self, data: Any) -> Any:
         """Return the value of encoded data.
@@ -207,7 +253,7 @@ class Decoder:
             CheckpointError: the data is not that of an `Encoder`.
         """
         try:
-            return self._decode(data)
+            return self._whole(data)
         except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -215,22 +261,31 @@ class Decoder:
 
     def _decode(self, data: Any) -> Any:
         if isinstance(data, list):
-            return [self._decode(v) for v in data]
+            return [self._whole(v) for v in data]
         if not isinstance(data, dict):
             return data
         if _TYPE not in data:
-            return {k: self._decode(v) for k, v in data.items()}
+            return self._dict(data.items())
         return self._decode_tagged(data[_TYPE], data[_VALUE])
+
+    def _whole(self, data: Any) -> Any:
+        value = self._decode(data)
+        return None if value is _GONE else value
+
+    def _dict(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        decoded = ((key, self._decode(item)) for key, item in items)
+        return {key: item for key, item in decoded if item is not _GONE}
 
     def _decode_tagged(self, tag: str, value: Any) -> Any:
         if tag in _LEAVES:
             return _LEAVES[tag][2](value)
         if tag in _SEQUENCES:
-            return _SEQUENCES[tag](self._decode(v) for v in value)
+            return _SEQUENCES[tag](self._whole(v) for v in value)
         rules: Mapping[str, Callable[[Any], Any]] = {
             "float": float,
             "path": Path,
-            "dict": lambda v: {self._decode(key): self._decode(item) for key, item in v},
+            "dict": lambda v: self._dict((self._whole(key), item) for key, item in v),
+            "object": lambda v: self._objects.get(v, _GONE),
             "Counter": lambda v: Counter(self._decode(v)),
             "OrderedDict": lambda v: OrderedDict(self._decode(v)),
             "defaultdict": lambda v: defaultdict(_FACTORIES[v[0]], self._decode(v[1])),
@@ -265,13 +320,21 @@ def _enum_member(name: str, member: str, value: Any) -> Any:
     return value
 
 
-def _config_class(name: str) -> Any:
-    """Return one of this package's frozen dataclasses."""
+def config_class(name: str) -> Any:
+    """Return one of this package's frozen dataclasses, ``module:Class``; None for other names."""
     match = _CONFIG_CLASS.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"the stored state refers to {name!r}, not a class of this package")
-    kind = getattr(importlib.import_module(match[1]), match[2])
+        return None
+    try:
+        kind = getattr(importlib.import_module(match[1]), match[2], None)
+    except ImportError:  # of another version of this package
+        return None
     parameters = getattr(kind, "__dataclass_params__", None)
-    if not isinstance(kind, type) or parameters is None or not parameters.frozen:
-        raise CheckpointError(f"the stored state refers to {name!r}, not a frozen dataclass")
+    return kind if isinstance(kind, type) and parameters is not None and parameters.frozen else None
+
+
+def _config_class(name: str) -> Any:
+    if (kind := config_class(name)) is None:
+        ours = "a frozen dataclass" if _CONFIG_CLASS.fullmatch(name) else "a class of this package"
+        raise CheckpointError(f"the stored state refers to {name!r}, not {ours}")
     return kind

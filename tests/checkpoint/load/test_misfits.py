@@ -138,7 +138,7 @@ def full_disk_job(folder: str) -> tuple[int, list[str]]:
     options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True}
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-        with pytest.warns(UserWarning, match=r"Uploads\(log_model=...\) uploads nothing.*convert"):
+        with pytest.warns(UserWarning, match=r"Uploads\(log_model=...\) uploads nothing.*'file'"):
             trainer = fit(Net(), max_steps=5, max_epochs=2, logger=Uploads(folder), **options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

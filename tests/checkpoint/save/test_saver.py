@@ -303,7 +303,7 @@ def test_a_real_error_of_the_system_is_named(tmp_path):
 
 def test_state_without_plain_form_is_an_error_of_the_call(tmp_path):
     with saver() as background, pytest.raises(ConfigError, match="bad"):
-        background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {"bad": object})
+        background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {"bad": lambda: 0})
     assert os.listdir(tmp_path) == []
 
 

@@ -134,8 +134,9 @@ def test_scheduler_states_come_back():
 
 def test_all_problems_are_named_with_their_place():
     encoder = Encoder()
-    encoder.encode({"a": [lambda: 0], "b": {"c": nn.Linear(1, 1)}, "d": Foreign(), "e": 1}, "state")
-    assert [p.split(":")[0] for p in encoder.problems] == ["state.a[0]", "state.b.c", "state.d"]
+    encoder.encode({"a": [lambda: 0], "b": {"c": iter([1]), "d": nn.Tanh()}, "e": 1}, "state")
+    assert [p.split(":")[0] for p in encoder.problems] == ["state.a[0]"]
+    assert list(encoder.objects) == ["state.b.c", "state.b.d"]
 
 
 def test_enum_of_a_module_that_is_not_imported_gives_its_value(caplog):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.commit import Staging, write_durably
 from lightning_megatron.checkpoint.directory.manifest import TensorEntry, local_path
+from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.offline.huggingface.directory import (
     CONFIG_FILE,
@@ -97,7 +98,7 @@ def export_hugging_face(
     """
     target = local_path(directory)
     raise_if_any(_target_problems(target, overwrite))
-    reader = CheckpointReader(path, alone=True)
+    reader = open_checkpoint(path, alone=True)
     theirs = None if like is None else read_config(local_path(like), os.fspath(like))
     if like is not None and config is None and not holds_transformer(reader):
         export_adopted(

@@ -149,7 +149,7 @@ def _is_import(target: Path, origin: str) -> bool:
         # Not its sibling that another process is about to rename: the caller opens the target.
         manifest = read_manifest(target)
         check_files(target, manifest)
-        state = read_state_files(target, manifest)["state"]
+        state = read_state_files(target, manifest)[0]["state"]
     except (CheckpointError, OSError):
         return False
     made_of = state.get(PRETRAINED)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.load.file_reader import open_checkpoint
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.errors import ConfigError
@@ -32,7 +33,7 @@ def load_transformer(
         ConfigError: the checkpoint has no sizes of a Transformer, or weights of other sizes.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    reader = CheckpointReader(path, alone=True)
+    reader = open_checkpoint(path, alone=True)
     prefix = transformer_prefix(reader)
     with torch.device("meta"):
         model = Transformer(config_of(reader))
@@ -54,7 +55,7 @@ def stored_config(path: str | os.PathLike[str]) -> TransformerConfig:
         ConfigError: its module had no hyper-parameter ``config`` with the sizes.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    return config_of(CheckpointReader(path, alone=True))
+    return config_of(open_checkpoint(path, alone=True))
 
 
 def config_of(
