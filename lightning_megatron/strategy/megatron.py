@@ -150,6 +150,9 @@ class MegatronStrategy(LaunchingStrategy):
         compile: what of the network runs through ``torch.compile``.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
+        gather_at_end: whether the module is whole on every rank after a run, in host memory, where
+            it was in parts (tp, pp, ep, ``zero=3``). ``"auto"``: up to 8 GiB, if all processes of a
+            node need at most half of its free memory for it.
 
     Raises:
         ConfigError: a group of options is of another type; and when the run starts, on every rank
@@ -176,6 +179,7 @@ class MegatronStrategy(LaunchingStrategy):
         compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
+        gather_at_end: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         raise_if_any(
@@ -213,7 +217,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.data = DataLoading(BatchShares(batch_shares), global_batch_size)
         self.stop = CoordinatedStop(self, self.data)
         self.processes = Processes(self, connection, self.stop.flag)
-        self.layout = ModuleLayout(self, self.options)
+        self.layout = ModuleLayout(self, self.options, gather_at_end)
         self.tuners: list[Tuner] = []
         self.weight_watch = WeightWatch(self)
         self.optimizer_parameters = OptimizerParameters(self, self.weight_watch.know_new)
@@ -911,7 +915,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._gave_back = parallel
         self.checkpoints.leave_groups_to(parallel.topology)
         self.processes.leave_groups_to(parallel.topology)
-        self.layout.give_back(parallel)
+        self.layout.give_back(parallel, self.checkpoints.leave_parts)
 
     @override
     def teardown(self) -> None:

@@ -601,14 +601,23 @@ def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
 
 
 def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Copy; that of a weight has no rows, as no unit of ZeRO 3 would gather it."""
     x, memo = args
+    place: Place = x._place
     with DisableTorchFunctionSubclass():
-        if isinstance(x, DTensor):  # torch copies those of its own class only
-            copied: Any = x.detach().clone().requires_grad_(x.requires_grad)
-            copied._is_param = getattr(x, "_is_param", False)
+        if not isinstance(x, DTensor):
+            copied: Any = copy.deepcopy(x.as_subclass(Tensor), memo)
+        elif not isinstance(x, nn.Parameter):  # torch copies those of its own class only
+            copied = x.detach().clone().requires_grad_(x.requires_grad)
         else:
-            copied = copy.deepcopy(x.as_subclass(Tensor), memo)
-        memo[id(x)] = made = _mark(copied, x._place)
+            copied = nn.Parameter(x.detach().full_tensor().clone(), x.requires_grad)
+            memo[id(x)] = copied
+            place = place.without_rows()
+            if place.is_cut or place.copies > 1:
+                copied.__class__ = PartWeight
+                copied._place = place
+            return copied
+        memo[id(x)] = made = _mark(copied, place)
         return made
 
 

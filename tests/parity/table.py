@@ -294,7 +294,6 @@ enter(
         "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2},
     },
     Twice=_GRADIENTS,
-    CallsInHooks=_whole(r"CallsInHooks is called outside of a run.*nearest valid"),
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     Prunes=_whole(r"net\.0\.weight: it becomes another parameter, weight_orig.*zero=2 or lower"),
