@@ -80,7 +80,9 @@ def gather(
 
 
 @own_weights
-def gather_tensors(module: nn.Module, device: torch.device, most_bytes: int) -> dict[str, Tensor]:
+def gather_tensors(
+    module: nn.Module, device: torch.device, most_bytes: int, names: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return all parameters and buffers of a module whole, unless they are too large; collective.
 
     Args:
@@ -88,9 +90,11 @@ def gather_tensors(module: nn.Module, device: torch.device, most_bytes: int) -> 
         device: device of the result.
         most_bytes: size of the result for which this rank has room. The smallest of all ranks
             counts.
+        names: names of tensors that must be there, the same on all ranks.
 
     Returns:
-        Tensors by every name; tensors under several names are one. Empty where they are too large.
+        Tensors by every name; tensors under several names are one. Empty where they are too large,
+        or names are missing.
     """
     parallel = layout_of(module)
     assert parallel is not None
@@ -105,7 +109,10 @@ def gather_tensors(module: nn.Module, device: torch.device, most_bytes: int) -> 
         for known in everyone
         for name, (form, _) in known.items()
     }
-    if sum(sizes.values()) > min(room for room, _ in told):
+    known_names = sizes.keys() | {
+        a for known in everyone for _, more in known.values() for a in more
+    }
+    if sum(sizes.values()) > min(room for room, _ in told) or not known_names.issuperset(names):
         return {}
     found: dict[str, Tensor] = {}
     for name in sorted(sizes):

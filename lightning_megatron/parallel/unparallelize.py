@@ -57,10 +57,7 @@ def fill(
             if old is not None:
                 value = tensors[prefix + name]
                 new = made.setdefault(id(value), nn.Parameter(value, old.requires_grad))
-                if type(child).__setattr__ is nn.Module.__setattr__:
-                    child._parameters[name] = new
-                else:  # recurrent networks have lists of their weights
-                    setattr(child, name, new)
+                setattr(child, name, new)  # recurrent networks have lists of their weights
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[name] = tensors[prefix + name]

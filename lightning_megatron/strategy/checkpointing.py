@@ -224,7 +224,9 @@ class Checkpointing:
         if self._described is None or self._described[0] is not parallel:
             self.module_state()
         assert self._described is not None
-        return capture_optimizer(optimizer, self._optimized_names(), {**beside, **self._described[1]})
+        return capture_optimizer(
+            optimizer, self._optimized_names(), {**beside, **self._described[1]}
+        )
 
     def leave_parts(self) -> None:
         """Remember what optimizers know, before whole tensors take its place in the module."""

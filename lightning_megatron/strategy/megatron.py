@@ -83,6 +83,7 @@ from lightning_megatron.strategy.model_summary import (
 )
 from lightning_megatron.strategy.module_layout import (
     ModuleLayout,
+    gather_problems,
     host_group_along_pp,
     stand_ins,
 )
@@ -195,6 +196,7 @@ class MegatronStrategy(LaunchingStrategy):
                 connection=(connection, ConnectionConfig),
                 checkpoint=(checkpoint, CheckpointConfig),
             )
+            + gather_problems(gather_at_end)
         )
         self.options = LayoutOptions(
             tp=tp,

@@ -28,12 +28,13 @@ from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.build.meta_build import Attempt, refuse_spread
 from lightning_megatron.build.written_values import WrittenValues
+from lightning_megatron.checkpoint.chunks import clean_name
 from lightning_megatron.checkpoint.gather_state import gather_tensors
 from lightning_megatron.checkpoint.local.directory import memory_left
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.launch.store_barrier import PATIENCE_S, StoreBarrier
+from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.apply import (
@@ -45,7 +46,7 @@ from lightning_megatron.parallel.apply import (
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.plan import MEASURED
-from lightning_megatron.parallel.skeleton import skeleton_of
+from lightning_megatron.parallel.skeleton import skeleton_of, spare_modules, trunk_prefix
 from lightning_megatron.parallel.unparallelize import (
     allow_use,
     fill,
@@ -65,11 +66,20 @@ from lightning_megatron.strategy.pretrained_models import note_whole_models, sav
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 
-
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 * 2**30
 """Largest module that ``gather_at_end="auto"`` makes whole."""
+
+
+def gather_problems(gather_at_end: object) -> list[str]:
+    """Faults of the option ``gather_at_end``."""
+    if gather_at_end in (True, False, "auto"):
+        return []
+    return [
+        f"gather_at_end={gather_at_end!r}: must be True, False or 'auto'; nearest valid: "
+        "gather_at_end='auto'"
+    ]
 
 
 class ModuleLayout:
@@ -209,9 +219,8 @@ class ModuleLayout:
         spare = skeleton_of(converted)
         return replace(parallelize(converted, topology, transforms, written), spare=spare)
 
-    def _skeleton(self, module: LightningModule) -> list[nn.Module] | None:
-        """Items that take the place of those of other stages after the run; None if there are none.
-        """
+    def _skeleton(self, module: nn.Module) -> list[nn.Module] | None:
+        """Items to take the place of those of other stages after the run; None if it stays so."""
         trunk = next((m for m in module.modules() if isinstance(m, PipelineSequential)), None)
         size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
         if trunk is None or isinstance(trunk, AdoptedTrunk) or size > self._most_bytes():
@@ -225,8 +234,8 @@ class ModuleLayout:
     def _most_bytes(self) -> int:
         """Size of a whole module for which this process has room in host memory."""
         if self._gather_at_end == "auto":
-            room = [left // (2 * self._run.num_processes) for left in memory_left()]
-            return min(MOST_BYTES, *room)
+            room = (left // (2 * self._run.num_processes) for left in memory_left())
+            return min((MOST_BYTES, *room))
         return sys.maxsize if self._gather_at_end else 0
 
     def _put_again(self, earlier: ParallelModule) -> ParallelModule:
@@ -256,11 +265,21 @@ class ModuleLayout:
         run, module = self._run, self._run.module
         if self._gather_at_end is False or (parallel.topology.pp.size > 1 and not parallel.spare):
             return False
-        barrier = StoreBarrier("gather at end", range(run.world_size), run.global_rank)
+        barrier = StoreBarrier("gather at end", range(run.world_size), dist.get_rank())
         if not barrier.wait(PATIENCE_S):
             rank_zero_warn("the module stays in parts, as not all ranks came to the end of the run")
             return False
-        tensors = gather_tensors(module, torch.device("cpu"), self._most_bytes())
+        names = []
+        if parallel.trunk is not None and parallel.spare is not None:
+            prefix = trunk_prefix(module, parallel.trunk)
+            names = [
+                f"{path}.{name}"  # a hook may have replaced weights of another stage
+                for path, part in spare_modules(parallel.spare, parallel.trunk, prefix).items()
+                for name, _ in (*part._parameters.items(), *part._buffers.items())
+                if _ is not None
+            ]
+        names = [clean_name(name) for name in names]
+        tensors = gather_tensors(module, torch.device("cpu"), self._most_bytes(), names)
         if not tensors:
             return False
         if run.trainer.optimizers:

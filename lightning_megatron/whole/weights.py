@@ -610,7 +610,8 @@ def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         elif not isinstance(x, nn.Parameter):  # torch copies those of its own class only
             copied = x.detach().clone().requires_grad_(x.requires_grad)
         else:
-            copied = nn.Parameter(x.detach().full_tensor().clone(), x.requires_grad)
+            rows: Any = x.detach()
+            copied = nn.Parameter(rows.full_tensor().clone(), x.requires_grad)
             memo[id(x)] = copied
             place = place.without_rows()
             if place.is_cut or place.copies > 1:

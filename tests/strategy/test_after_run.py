@@ -131,8 +131,12 @@ def alone(pool: WorkerPool) -> dict[str, Tensor]:
         (2, {"tp": 2}, "64-true"),
         (2, {"pp": 2, "num_microbatches": 1}, "64-true"),
         pytest.param(2, {"zero": 3}, "bf16-mixed", marks=pytest.mark.thorough),
-        pytest.param(4, {"pp": 2, "zero": 3, "num_microbatches": 1}, "64-true", marks=pytest.mark.thorough),
-        pytest.param(4, {"pp": 2, "tp": 2, "num_microbatches": 1}, "64-true", marks=pytest.mark.thorough),
+        pytest.param(
+            4, {"pp": 2, "zero": 3, "num_microbatches": 1}, "64-true", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            4, {"pp": 2, "tp": 2, "num_microbatches": 1}, "64-true", marks=pytest.mark.thorough
+        ),
     ],
     ids=str,
 )
