@@ -352,6 +352,7 @@ class MegatronStrategy(LaunchingStrategy):
         host = self.options.zero.offload_parameters
         options = named_options(module.trainer, self.options, checkpoint=self._checkpoint)
         options["batch_shares"] = self.data.shares.text
+        options["gather_at_end"] = repr(self.layout.gather_at_end)
         self.processes.find_peers(options, from_host=host)
         self._topology = self.layout.topology(
             self._connection.timeout_s, self.processes.node_names()

@@ -77,8 +77,7 @@ def gather_problems(gather_at_end: object) -> list[str]:
     if gather_at_end in (True, False, "auto"):
         return []
     return [
-        f"gather_at_end={gather_at_end!r}: must be True, False or 'auto'; nearest valid: "
-        "gather_at_end='auto'"
+        f"gather_at_end={gather_at_end!r}: must be True, False or 'auto'; nearest valid: 'auto'"
     ]
 
 
@@ -96,7 +95,7 @@ class ModuleLayout:
     ) -> None:
         self._run = run
         self._options = options
-        self._gather_at_end = gather_at_end
+        self.gather_at_end = gather_at_end
         self._defers = False
         self._written: WrittenValues | None = None
 
@@ -233,10 +232,10 @@ class ModuleLayout:
 
     def _most_bytes(self) -> int:
         """Size of a whole module for which this process has room in host memory."""
-        if self._gather_at_end == "auto":
+        if self.gather_at_end == "auto":
             room = (left // (2 * self._run.num_processes) for left in memory_left())
             return min((MOST_BYTES, *room))
-        return sys.maxsize if self._gather_at_end else 0
+        return sys.maxsize if self.gather_at_end else 0
 
     def _put_again(self, earlier: ParallelModule) -> ParallelModule:
         """The layout of an earlier run, with the options of this one for activations."""
@@ -263,7 +262,7 @@ class ModuleLayout:
         have failed.
         """
         run, module = self._run, self._run.module
-        if self._gather_at_end is False or (parallel.topology.pp.size > 1 and not parallel.spare):
+        if self.gather_at_end is False or (parallel.topology.pp.size > 1 and not parallel.spare):
             return False
         barrier = StoreBarrier("gather at end", range(run.world_size), dist.get_rank())
         if not barrier.wait(PATIENCE_S):

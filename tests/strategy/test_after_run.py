@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -275,13 +276,14 @@ class Failing(MegatronStrategy):
 
 
 def failed_job(error: type[BaseException], ranks: list[int]) -> None:
-    module_layout.PATIENCE_S = 0.2  # this process is forked for this job
     module = Layered().double()
     trainer = quiet_trainer(Failing(error, ranks))
-    try:
-        trainer.fit(module)
-    except (RuntimeError, SystemExit, KeyboardInterrupt):
-        assert trainer.global_rank in ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_layout, "PATIENCE_S", 0.2)
+        try:
+            trainer.fit(module)
+        except (RuntimeError, SystemExit, KeyboardInterrupt):
+            assert trainer.global_rank in ranks
     with pytest.raises(ConfigError, match="gather_at_end"):
         module.state_dict()
 
@@ -310,6 +312,24 @@ def test_a_module_is_trained_twice(pool: WorkerPool, layout: dict[str, Any]) -> 
     for found in pool.run(2, twice_job, layout):
         for key, value in alone.items():
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
+
+
+def large_job() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_layout, "MOST_BYTES", 1000)
+        module, _ = fitted({"tp": 2}, sync_batchnorm=True)
+        with pytest.raises(ConfigError, match="gather_at_end=True"):
+            module.state_dict()
+        assert type(fitted({"tp": 2, "gather_at_end": True})[0].state_dict()) is OrderedDict
+
+
+def test_what_is_too_large_stays_in_parts_unless_it_is_asked_for(pool: WorkerPool) -> None:
+    pool.run(2, large_job)
+
+
+def test_gather_at_end_is_one_of_three() -> None:
+    with pytest.raises(ConfigError, match=r"gather_at_end='yes': must be .*nearest valid: 'auto'"):
+        MegatronStrategy(gather_at_end="yes")  # type: ignore[arg-type]
 
 
 def test_nothing_of_the_strategys_is_there_before_a_run() -> None:
