@@ -152,7 +152,7 @@ class Checkpointing:
         self._local_group: dist.ProcessGroup | None = None
         self._described: tuple[ParallelModule, dict[str, Chunk]] | None = None
         """The parameters, from when the module is described until the checkpoint is saved."""
-        self._left: tuple[ParallelModule, dict[str, Chunk], dict[torch.Tensor, str]] | None = None
+        self._left: tuple[dict[str, Chunk], dict[torch.Tensor, str]] | None = None
         """Parts of parameters that optimizers of a run that has ended know, and their names."""
         self._links_checkpoints = False
         self._view: WholeState | None = None
@@ -219,8 +219,10 @@ class Checkpointing:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         parallel, beside = self._run.parallel, whole_chunks(self._run.parallel.gradients.beside)
-        if self._left is not None and self._left[0] is parallel:
-            return capture_optimizer(optimizer, self._left[2], {**beside, **self._left[1]})
+        if self._left is not None and any(
+            p in self._left[1] for group in optimizer.param_groups for p in group["params"]
+        ):
+            return capture_optimizer(optimizer, self._left[1], {**beside, **self._left[0]})
         if self._described is None or self._described[0] is not parallel:
             self.module_state()
         assert self._described is not None
@@ -230,7 +232,11 @@ class Checkpointing:
 
     def leave_parts(self) -> None:
         """Remember what optimizers know, before whole tensors take its place in the module."""
-        self._left = self._run.parallel, self._own_chunks(), self._optimized_names()
+        self._left = self._own_chunks(), self._optimized_names()
+
+    def forget_parts(self) -> None:
+        """Forget what an earlier run has left."""
+        self._left = self._described = None
 
     def save(
         self,

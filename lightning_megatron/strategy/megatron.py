@@ -407,6 +407,9 @@ class MegatronStrategy(LaunchingStrategy):
         self._host_gloo = host_group_along_pp(self.topology)
         self.tuners, self.shows_gradients = [], False
         self.fitting = self._new_fitting()
+        self._parallel = self._steps = None  # an earlier run's, with the memory of its parts
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoints.forget_parts()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
         save_together(module, self.host_group)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -281,7 +281,7 @@ class ModuleLayout:
         tensors = gather_tensors(module, torch.device("cpu"), self._most_bytes(), names)
         if not tensors:
             return False
-        if run.trainer.optimizers:
+        if run.trainer.state.fn == TrainerFn.FITTING:
             leave_parts()
         fill(parallel, tensors, parallel.spare)
         return True
