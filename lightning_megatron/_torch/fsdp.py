@@ -1,5 +1,6 @@
 """FSDP2, the engine of ZeRO: when it reduces gradients, in which formats, and what it gathers."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -7,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 
@@ -152,7 +156,7 @@ def let_units_run_first(root: FSDPModule) -> None:
     assert isinstance(root, nn.Module)
     for module in list(root.modules())[1:]:
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(lambda *_: state._lazy_init(), prepend=True)
+            add_hook(module, lambda *_: state._lazy_init(), first=True)
 
 
 def fill_missing_gradients(module: FSDPModule, lacked: set[Any]) -> list[Any]:
@@ -301,6 +305,125 @@ def _calls_hooks(group: Any) -> bool:
         getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
         for parameter in group.fsdp_params
     )
+
+
+_HOOKS = "_lightning_megatron_hooks"
+"""Attribute under which a unit remembers hooks that are this package's."""
+
+
+def add_hook(unit: FSDPModule, hook: Callable[..., Any], *, first: bool = False) -> None:
+    """Call ``hook`` before each forward of a unit, as long as it is one."""
+    assert isinstance(unit, nn.Module)
+    handle = unit.register_forward_pre_hook(hook, prepend=first)
+    vars(unit).setdefault(_HOOKS, []).append(handle)
+
+
+def let_copy(unit: FSDPModule) -> None:
+    """Let ``copy.deepcopy`` make a plain module of a unit, which FSDP2 refuses (2.11-2.15)."""
+    vars(unit)["__deepcopy__"] = partial(_plain_copy, unit)
+
+
+def _plain_copy(unit: FSDPModule, memo: dict[int, Any]) -> nn.Module:
+    """Copy of a unit as the module that it was before."""
+    kind: type[nn.Module] = type(unit).__mro__[2]
+    dropped = {handle.id for handle in _hooks_of(unit)}
+    made = kind.__new__(kind)
+    memo[id(unit)] = made
+    vars(made).update(copy.deepcopy(_without_hooks(vars(unit), dropped), memo))
+    for module in made.modules():
+        vars(module).update(_without_hooks(vars(module), dropped))
+        for name in _MANAGED:
+            vars(module).pop(name, None)
+    return made
+
+
+def _without_hooks(attributes: dict[str, Any], dropped: set[int]) -> dict[str, Any]:
+    """Attributes of a module without what FSDP2 and this package have added to it."""
+    found = {k: v for k, v in attributes.items() if k not in _OF_UNIT}
+    for name, hooks in found.items():
+        if "_hooks" in name and isinstance(hooks, dict):
+            found[name] = type(hooks)((k, hook) for k, hook in hooks.items() if k not in dropped)
+    return found
+
+
+_OF_UNIT = ("__deepcopy__", _HOOKS, STATE_KEY, REGISTRY_KEY)
+_MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""Attributes of units, and of all modules in them."""
+
+
+def _hooks_of(unit: FSDPModule) -> list[RemovableHandle]:
+    """Handles of hooks on a unit that FSDP2 and this package have registered (2.11-2.15)."""
+    state: Any = unit._get_fsdp_state()
+    found = [*vars(unit).get(_HOOKS, ())]
+    found += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in parameter_groups(state):
+        found += group._module_to_pre_save_state_dict_hook_handle.values()
+        found += group._module_to_pre_load_state_dict_hook_handle.values()
+        found += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    return found
+
+
+def undo_sharding(unit: FSDPModule) -> None:
+    """Make a unit the module that it was, but for its parameters (2.11-2.15)."""
+    assert isinstance(unit, nn.Module)
+    for handle in _hooks_of(unit):
+        handle.remove()
+    for module in unit.modules():
+        for name in _MANAGED:
+            vars(module).pop(name, None)
+    for name in _OF_UNIT:
+        vars(unit).pop(name, None)
+    _module_state_mapping.pop(unit, None)
+    unit.__class__ = type(unit).__mro__[2]
+
+
+def leave_other_tensors(module: FSDPModule) -> None:
+    """Have a unit run with the tensors that ``torch.func.functional_call`` lends it (2.11-2.15).
+
+    FSDP2 puts what it gathers in the place of any tensor.
+    """
+    for group in parameter_groups(module._get_fsdp_state()):
+        _leave_in_group(group)
+
+
+def _leave_in_group(group: Any) -> None:
+    before, after = group.pre_forward, group.post_forward
+    lent: list[dict[Any, Any]] = []
+
+    def pre_forward(*args: Any) -> Any:
+        lent.append(_lent(group))
+        if lent[-1] and len(lent[-1]) == len(group.fsdp_params):
+            return args[1:]
+        found = before(*args)
+        _put(lent[-1])
+        return found
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        others = lent.pop() if lent else {}
+        if others and len(others) == len(group.fsdp_params):
+            return output
+        found = after(module, args, output)
+        _put(others)
+        return found
+
+    group.pre_forward, group.post_forward = pre_forward, post_forward
+
+
+def _lent(group: Any) -> dict[Any, Any]:
+    """Tensors in the places of parameters, by the parameter as FSDP2 knows it."""
+    found = {}
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        there = info.module._parameters.get(info.param_name)
+        known = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        if there is not None and all(there is not getattr(parameter, n, None) for n in known):
+            found[parameter] = there
+    return found
+
+
+def _put(tensors: dict[Any, Any]) -> None:
+    for parameter, tensor in tensors.items():
+        parameter._setattr_on_modules(tensor)
 
 
 def parameter_groups(state: Any) -> list[Any]:

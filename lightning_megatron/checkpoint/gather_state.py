@@ -1,5 +1,6 @@
 """`gather`: the whole weights of a module that is sharded over processes."""
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     assemble,
+    clean_name,
     describe,
     model_chunks,
     own_chunks,
+    whole,
 )
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.peers import Peers
@@ -70,10 +73,54 @@ def gather(
         aliases = {alias for known in everyone if name in known for alias in known[name][1]}
         if not any(each.startswith(prefix) for each in (name, *aliases)):
             continue
-        whole = assemble(name, state.get(name), everyone, parallel.topology.device, keep=mine)
-        whole = whole if whole is None or device is None else whole.to(device)
-        found |= dict.fromkeys((name, *sorted(aliases)), whole)
+        full = assemble(name, state.get(name), everyone, parallel.topology.device, keep=mine)
+        full = full if full is None or device is None else full.to(device)
+        found |= dict.fromkeys((name, *sorted(aliases)), full)
     return found if mine else {}
+
+
+@own_weights
+def gather_tensors(
+    module: nn.Module, device: torch.device, most_bytes: int, names: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a module whole, unless they are too large; collective.
+
+    Args:
+        module: the LightningModule, on its layout.
+        device: device of the result.
+        most_bytes: size of the result for which this rank has room. The smallest of all ranks
+            counts.
+        names: names of tensors that must be there, the same on all ranks.
+
+    Returns:
+        Tensors by every name; tensors under several names are one. Empty where they are too large,
+        or names are missing.
+    """
+    parallel = layout_of(module)
+    assert parallel is not None
+    parallel.data.come_to_rest()
+    chunks = own_chunks(module, parallel.canonical, parallel.data.rows)
+    for name, buffer in module.named_buffers(remove_duplicate=False):  # also what is not saved
+        chunks.setdefault(clean_name(name), whole(buffer, identical=False))
+    told = Peers().all_gather((most_bytes, {n: describe(c) for n, c in chunks.items()}))
+    everyone = [known for _, known in told]
+    sizes = {
+        name: math.prod(form.shape) * form.dtype.itemsize
+        for known in everyone
+        for name, (form, _) in known.items()
+    }
+    known_names = sizes.keys() | {
+        a for known in everyone for _, more in known.values() for a in more
+    }
+    if sum(sizes.values()) > min(room for room, _ in told) or not known_names.issuperset(names):
+        return {}
+    found: dict[str, Tensor] = {}
+    for name in sorted(sizes):
+        full = assemble(name, chunks.get(name), everyone, parallel.topology.device, keep=True)
+        assert full is not None
+        aliases = {alias for known in everyone if name in known for alias in known[name][1]}
+        found |= dict.fromkeys((name, *aliases), full.to(device))
+    return found
 
 
 @own_weights

@@ -157,6 +157,8 @@ class Checkpointing:
         self._local_group: dist.ProcessGroup | None = None
         self._described: tuple[ParallelModule, dict[str, Chunk]] | None = None
         """The parameters, from when the module is described until the checkpoint is saved."""
+        self._left: tuple[dict[str, Chunk], dict[torch.Tensor, str]] | None = None
+        """Parts of parameters that optimizers of a run that has ended know, and their names."""
         self._links_checkpoints = False
         self._view: WholeState | None = None
         """The state_dict that hooks see, while a checkpoint is saved or loaded."""
@@ -221,11 +223,25 @@ class Checkpointing:
         """Description of this rank's part of the optimizer's state."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._described is None or self._described[0] is not self._run.parallel:
+        parallel, beside = self._run.parallel, whole_chunks(self._run.parallel.gradients.beside)
+        if self._left is not None and any(
+            p in self._left[1] for group in optimizer.param_groups for p in group["params"]
+        ):
+            return capture_optimizer(optimizer, self._left[1], {**beside, **self._left[0]})
+        if self._described is None or self._described[0] is not parallel:
             self.module_state()
         assert self._described is not None
-        chunks = {**whole_chunks(self._run.parallel.gradients.beside), **self._described[1]}
-        return capture_optimizer(optimizer, self._optimized_names(), chunks)
+        return capture_optimizer(
+            optimizer, self._optimized_names(), {**beside, **self._described[1]}
+        )
+
+    def leave_parts(self) -> None:
+        """Remember what optimizers know, before whole tensors take its place in the module."""
+        self._left = self._own_chunks(), self._optimized_names()
+
+    def forget_parts(self) -> None:
+        """Forget what an earlier run has left."""
+        self._left = self._described = None
 
     def save(
         self,

@@ -84,6 +84,7 @@ from lightning_megatron.strategy.model_summary import (
 )
 from lightning_megatron.strategy.module_layout import (
     ModuleLayout,
+    gather_problems,
     host_group_along_pp,
     stand_ins,
 )
@@ -152,6 +153,9 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         compile: what of the network runs through ``torch.compile``.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
+        gather_at_end: whether the module is whole on every rank after a run, in host memory, where
+            it was in parts (tp, pp, ep, ``zero=3``). ``"auto"``: up to 8 GiB, if all processes of a
+            node need at most half of its free memory for it.
 
     Raises:
         ConfigError: a group of options is of another type; and when the run starts, on every rank
@@ -178,6 +182,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
+        gather_at_end: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         names.refuse_elsewhere()
@@ -194,6 +199,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
                 connection=(connection, ConnectionConfig),
                 checkpoint=(checkpoint, CheckpointConfig),
             )
+            + gather_problems(gather_at_end)
         )
         self.options = LayoutOptions(
             tp=tp,
@@ -216,7 +222,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         self.data = DataLoading(BatchShares(batch_shares), global_batch_size)
         self.stop = CoordinatedStop(self, self.data)
         self.processes = Processes(self, connection, self.stop.flag)
-        self.layout = ModuleLayout(self, self.options)
+        self.layout = ModuleLayout(self, self.options, gather_at_end)
         self.tuners: list[Tuner] = []
         self.weight_watch = WeightWatch(self)
         self.optimizer_parameters = OptimizerParameters(self, self.weight_watch.know_new)
@@ -356,6 +362,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         host = self.options.zero.offload_parameters
         options = named_options(module.trainer, self.options, checkpoint=self._checkpoint)
         options["batch_shares"] = self.data.shares.text
+        options["gather_at_end"] = repr(self.layout.gather_at_end)
         self.processes.find_peers(options, from_host=host)
         self._topology = self.layout.topology(
             self._connection.timeout_s, self.processes.node_names()
@@ -410,6 +417,9 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         self._host_gloo = host_group_along_pp(self.topology)
         self.tuners, self.shows_gradients = [], False
         self.fitting = self._new_fitting()
+        self._parallel = self._steps = None  # an earlier run's, with the memory of its parts
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoints.forget_parts()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
         save_together(module, self.host_group)
@@ -920,7 +930,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         self._gave_back = parallel
         self.checkpoints.leave_groups_to(parallel.topology)
         self.processes.leave_groups_to(parallel.topology)
-        self.layout.give_back(parallel)
+        self.layout.give_back(parallel, self.checkpoints.leave_parts)
 
     @override
     def teardown(self) -> None:

@@ -6,28 +6,36 @@ the run `give_back` makes the module what a user expects. A module remembers its
 second Trainer goes on with it.
 """
 
+import logging
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron import env
 from lightning_megatron._lightning.hooks import call_module_hook, set_device_mesh
 from lightning_megatron.adoption.adapters import join_adapters
+from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.build.meta_build import Attempt, refuse_spread
 from lightning_megatron.build.written_values import WrittenValues
+from lightning_megatron.checkpoint.chunks import clean_name
+from lightning_megatron.checkpoint.gather_state import gather_tensors
+from lightning_megatron.checkpoint.local.directory import memory_left
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.launch.store_barrier import PATIENCE_S, StoreBarrier
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
-from lightning_megatron.layers.sequential import RemoteItem
+from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.apply import (
     ParallelModule,
@@ -38,8 +46,14 @@ from lightning_megatron.parallel.apply import (
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.plan import MEASURED
-from lightning_megatron.parallel.skeleton import skeleton_of
-from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
+from lightning_megatron.parallel.skeleton import skeleton_of, spare_modules, trunk_prefix
+from lightning_megatron.parallel.unparallelize import (
+    allow_use,
+    fill,
+    is_whole,
+    refuse_use,
+    restore,
+)
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.adapter_files import (
     save_adapters_alone,
@@ -52,6 +66,20 @@ from lightning_megatron.strategy.pretrained_models import note_whole_models, sav
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 8 * 2**30
+"""Largest module that ``gather_at_end="auto"`` makes whole."""
+
+
+def gather_problems(gather_at_end: object) -> list[str]:
+    """Faults of the option ``gather_at_end``."""
+    if gather_at_end in (True, False, "auto"):
+        return []
+    return [
+        f"gather_at_end={gather_at_end!r}: must be True, False or 'auto'; nearest valid: 'auto'"
+    ]
+
 
 class ModuleLayout:
     """The way of a module to its layout and back.
@@ -59,11 +87,15 @@ class ModuleLayout:
     Args:
         run: whose module it is.
         options: of the layout.
+        gather_at_end: whether the module is whole after a run.
     """
 
-    def __init__(self, run: Run, options: LayoutOptions) -> None:
+    def __init__(
+        self, run: Run, options: LayoutOptions, gather_at_end: bool | Literal["auto"]
+    ) -> None:
         self._run = run
         self._options = options
+        self.gather_at_end = gather_at_end
         self._defers = False
         self._written: WrittenValues | None = None
 
@@ -154,7 +186,7 @@ class ModuleLayout:
         topology = run.topology
         if layout_of(module) is None:
             remember_whole(module)
-        allow_calls(module)
+        allow_use(module)
         earlier = layout_of(module)
         if earlier is not None:
             return self._put_again(earlier)
@@ -178,10 +210,32 @@ class ModuleLayout:
             save_adapters_together(converted, run.host_group)
         note_whole_models(converted)
         written, self._written = self._written, None
-        if topology.pp.size == 1 or options.pp.partition != MEASURED:
+        if topology.pp.size == 1:
             return parallelize(converted, topology, transforms, written)
+        if options.pp.partition != MEASURED:
+            spare = self._skeleton(converted)
+            return replace(parallelize(converted, topology, transforms, written), spare=spare)
         spare = skeleton_of(converted)
         return replace(parallelize(converted, topology, transforms, written), spare=spare)
+
+    def _skeleton(self, module: nn.Module) -> list[nn.Module] | None:
+        """Items to take the place of those of other stages after the run; None if it stays so."""
+        trunk = next((m for m in module.modules() if isinstance(m, PipelineSequential)), None)
+        size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        if trunk is None or isinstance(trunk, AdoptedTrunk) or size > self._most_bytes():
+            return None
+        try:
+            return skeleton_of(module)
+        except ConfigError as error:
+            log.debug("the module stays in parts after the run: %s", error)
+            return None
+
+    def _most_bytes(self) -> int:
+        """Size of a whole module for which this process has room in host memory."""
+        if self.gather_at_end == "auto":
+            room = (left // (2 * self._run.num_processes) for left in memory_left())
+            return min((MOST_BYTES, *room))
+        return sys.maxsize if self.gather_at_end else 0
 
     def _put_again(self, earlier: ParallelModule) -> ParallelModule:
         """The layout of an earlier run, with the options of this one for activations."""
@@ -201,14 +255,50 @@ class ModuleLayout:
         )
         return replace(earlier, transforms=transforms)
 
-    def give_back(self, parallel: ParallelModule) -> None:
-        """Leave the module as a user finds it after a run; the next run destroys the groups."""
+    def _gather(self, parallel: ParallelModule, leave_parts: Callable[[], None]) -> bool:
+        """Make the module whole, in host memory, and return whether it is; collective.
+
+        All of it is gathered before anything changes. Ranks meet at the store first, as one may
+        have failed.
+        """
+        run, module = self._run, self._run.module
+        if self.gather_at_end is False or (parallel.topology.pp.size > 1 and not parallel.spare):
+            return False
+        barrier = StoreBarrier("gather at end", range(run.world_size), dist.get_rank())
+        if not barrier.wait(PATIENCE_S):
+            rank_zero_warn("the module stays in parts, as not all ranks came to the end of the run")
+            return False
+        names = []
+        if parallel.trunk is not None and parallel.spare is not None:
+            prefix = trunk_prefix(module, parallel.trunk)
+            names = [
+                f"{path}.{name}"  # a hook may have replaced weights of another stage
+                for path, part in spare_modules(parallel.spare, parallel.trunk, prefix).items()
+                for name, _ in (*part._parameters.items(), *part._buffers.items())
+                if _ is not None
+            ]
+        names = [clean_name(name) for name in names]
+        tensors = gather_tensors(module, torch.device("cpu"), self._most_bytes(), names)
+        if not tensors:
+            return False
+        if run.trainer.state.fn == TrainerFn.FITTING:
+            leave_parts()
+        fill(parallel, tensors, parallel.spare)
+        return True
+
+    def give_back(self, parallel: ParallelModule, leave_parts: Callable[[], None]) -> None:
+        """Leave the module as a user finds it after a run; the next run destroys the groups.
+
+        Args:
+            parallel: the module on its layout.
+            leave_parts: called before whole tensors take the place of parts, which optimizers keep.
+        """
         run, module = self._run, self._run.module
         failed = run.trainer.state.status == TrainerStatus.INTERRUPTED
         parallel.data.release(collective=not failed)
         leave_summaries(run.trainer, module, spread=not is_whole(parallel))
-        if not is_whole(parallel):
-            refuse_calls(parallel, self._options.lasting(run.world_size, run.precision))
+        if not is_whole(parallel) and (failed or not self._gather(parallel, leave_parts)):
+            refuse_use(parallel, self._options.lasting(run.world_size, run.precision))
             return
         restore(parallel)
         save_alone(module)

@@ -77,6 +77,10 @@ class Run(Protocol):
         """Launcher of the other processes of this node; None where it is not one of ours."""
 
     @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+
+    @property
     def world_size(self) -> int:
         """Number of processes."""
 

@@ -45,11 +45,6 @@ EXPLANATIONS = (
         "or make it whole by .full_tensor(), or take gradients from strategy.gradients",
     ),
     Explanation(
-        r"does not support deepcopy",
-        "a module was copied whose weights zero=3 keeps in parts",
-        "or take its weights from lightning_megatron.gather(module)",
-    ),
-    Explanation(
         r"Cannot (?:un)?flatten unevenly sharded tensor",
         "a parameter or gradient was given another shape, and under zero=3 it is in parts that "
         "cannot take it",

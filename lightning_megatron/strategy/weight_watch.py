@@ -64,7 +64,7 @@ class WeightWatch:
         if trunk is not None and self._run.topology.pp.size > 1:
             self._stages = self._run.precision.stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
-        self._parts = WeightParts(places)
+        self._parts = WeightParts(places, self._run.module)
         if gradients.spread or self._run.steps.interleaves:
             self._late_hooks = LateHooks(gradients)
         by_hand = self._by_hand = self._gradients_by_hand(gradients)
@@ -82,7 +82,8 @@ class WeightWatch:
     def making_optimizers(self) -> Iterator[None]:
         """Context in which optimizers are made of weights that know the whole."""
         places = weight_places(self._run.parallel.gradients)
-        parts = WeightParts([(weight, place) for weight, place in places if place.is_cut])
+        cut = [(weight, place) for weight, place in places if place.is_cut]
+        parts = WeightParts(cut, self._run.module)
         try:
             yield
         finally:

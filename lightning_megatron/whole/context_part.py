@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_megatron._torch.graphs import DisableTorchFunctionSubclass
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import gather_from
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context_layout import ContextLayout
 from lightning_megatron.whole.context_rows import Rows, join_rows, keep_rows, own_rows, sum_rows
@@ -157,6 +158,11 @@ class ContextPart:
 
     def _joined(self) -> Tensor:
         x, place, features = own_part(self.part), self.place, split_of(self.part)
+        if place.axis.size > 1 and place.axis.group is None:
+            raise ConfigError(
+                "a tensor of one of the parts of sequences was kept from a run that has ended; "
+                "nearest valid: lightning_megatron.layers.whole(x) while the run lasts"
+            )
         if place.residual is not None:
             x = gather_from(x, place.residual, 1)
         x = join_rows(x, place.rows, place.axis, 1)

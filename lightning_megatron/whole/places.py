@@ -1,6 +1,6 @@
 """Places of weights: the whole, and the part of it that this rank has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,11 @@ class Place:
             and (self.shape, self.axis, self.dim) == (other.shape, other.axis, other.dim)
             and (self.shard is None or other.shard is None or self.shard == other.shard)
         )
+
+    def without_rows(self) -> "Place":
+        """Place of the same slice, of which this rank has all rows."""
+        learners = self.axis.group if self.axis is self.topology.ep and self.axis else None
+        return replace(self, rows=None, learners=learners)
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the whole of which all ranks have their ``part``: a DTensor or a plain tensor."""

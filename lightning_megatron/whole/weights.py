@@ -150,13 +150,19 @@ class WeightParts:
 
     Args:
         places: parameters of which this rank has a part, and their places.
+        module: holds them.
     """
 
-    def __init__(self, places: Sequence[tuple[nn.Parameter, Place]]) -> None:
+    def __init__(self, places: Sequence[tuple[nn.Parameter, Place]], module: nn.Module) -> None:
         self._parts = list(places)
+        self._homes = {
+            (id(child), name): id(parameter)
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+        }
         self._hooks = [
             register_module_buffer_registration_hook(_whole_buffer),
-            register_module_parameter_registration_hook(_check_owner),
+            register_module_parameter_registration_hook(self._check_home),
         ]
         _PIPELINE.runs = any(place.stages is not None for _, place in self._parts)
         self._undo = prepare_for_transforms(_whole_arguments) if self._parts else None
@@ -166,6 +172,22 @@ class WeightParts:
             for function in (_apply, rules_of.__func__, *marked_functions()):
                 compile_with_callers_only(function)
         self.show(self._parts)
+
+    def _check_home(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        """Refuse a part in another place: checkpoints know of it by the name in its layer.
+
+        ZeRO 3 puts it back into its own place by ``setattr`` where a module has a ``__setattr__``
+        of its own, as recurrent networks have.
+        """
+        place = place_of(parameter)
+        at_home = self._homes.get((id(module), name)) == id(parameter)
+        if place is not None and place.is_cut and not at_home:
+            raise ConfigError(
+                f"{place.name}: it becomes another parameter, {name}, amid a run, as by "
+                "torch.nn.utils.prune and parametrizations, and each rank holds a part of it; "
+                "nearest valid: the same before the Trainer starts on a layer of torch.nn, zeros "
+                "by hand (weight.data[weight.abs() < least] = 0), or tp=1 and zero=2 or lower"
+            )
 
     def show(self, parts: Sequence[tuple[nn.Parameter, Place]]) -> None:
         """Let parameters know their places."""
@@ -212,18 +234,6 @@ def _whole_arguments(tree: Any) -> Any:
         return tree
     with outside_transforms():
         return tree_map(whole_weight, whole(tree))
-
-
-def _check_owner(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Refuse a part in another place: checkpoints know of it by the name in its layer."""
-    place = place_of(parameter)
-    if place is not None and place.is_cut and module._parameters.get(name) is not parameter:
-        raise ConfigError(
-            f"{place.name}: it becomes another parameter, {name}, amid a run, as by "
-            "torch.nn.utils.prune and parametrizations, and each rank holds a part of it; nearest "
-            "valid: the same before the Trainer starts on a layer of torch.nn, zeros by hand "
-            "(weight.data[weight.abs() < least] = 0), or tp=1 and zero=2 or lower"
-        )
 
 
 def unmark(tensor: Tensor | None, *, is_weight: bool = False) -> None:
@@ -591,14 +601,24 @@ def _repr(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
 
 
 def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Copy; that of a weight has no rows, as no unit of ZeRO 3 would gather it."""
     x, memo = args
+    place: Place = x._place
     with DisableTorchFunctionSubclass():
-        if isinstance(x, DTensor):  # torch copies those of its own class only
-            copied: Any = x.detach().clone().requires_grad_(x.requires_grad)
-            copied._is_param = getattr(x, "_is_param", False)
+        if not isinstance(x, DTensor):
+            copied: Any = copy.deepcopy(x.as_subclass(Tensor), memo)
+        elif not isinstance(x, nn.Parameter):  # torch copies those of its own class only
+            copied = x.detach().clone().requires_grad_(x.requires_grad)
         else:
-            copied = copy.deepcopy(x.as_subclass(Tensor), memo)
-        memo[id(x)] = made = _mark(copied, x._place)
+            rows: Any = x.detach()
+            copied = nn.Parameter(rows.full_tensor().clone(), x.requires_grad)
+            memo[id(x)] = copied
+            place = place.without_rows()
+            if place.is_cut or place.copies > 1:
+                copied.__class__ = PartWeight
+                copied._place = place
+            return copied
+        memo[id(x)] = made = _mark(copied, place)
         return made
 
 

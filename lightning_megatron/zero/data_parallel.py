@@ -185,6 +185,10 @@ class ZeroDataParallel(Protocol):
         """Another run begins."""
         ...
 
+    def dissolve(self) -> None:
+        """Leave the modules alone, whose parameters are about to be replaced; after `release`."""
+        ...
+
     def tell_backwards(self, hook: Callable[[], None] | None) -> None:
         """Call a hook whenever a backward is about to reduce, whoever runs it; None: no longer.
 

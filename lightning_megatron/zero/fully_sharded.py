@@ -33,12 +33,16 @@ from typing_extensions import override
 
 from lightning_megatron._torch.dtensor import has_hooks, has_storage, shard_of
 from lightning_megatron._torch.fsdp import (
+    add_hook,
     call_before_backward,
     fill_missing_gradients,
     handle_shards_as_memory,
     keep_reduced_gradients_wide,
+    leave_other_tensors,
+    let_copy,
     let_units_run_first,
     reduce_gradients,
+    undo_sharding,
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import expert_parameters, is_expert_layer
@@ -149,9 +153,11 @@ class FullySharded(ZeroDataParallel):
         call_before_backward(module, self._begin_unit)
         if works_in_place(module):
             # It runs after FSDP2's.
-            module.register_forward_pre_hook(lambda _, args: as_results(args))
+            add_hook(module, lambda _, args: as_results(args))
         if self._follow_freezing:
-            module.register_forward_pre_hook(_FreezeFollower(module))
+            add_hook(module, _FreezeFollower(module))
+        leave_other_tensors(module)
+        let_copy(module)
         self._units.append(module)
         if stage is not None:
             self._stage(stage).roots.append(module)
@@ -318,6 +324,13 @@ class FullySharded(ZeroDataParallel):
     @override
     def resume(self) -> None:
         self.come_to_rest()
+
+    @override
+    def dissolve(self) -> None:
+        for unit in self._units:
+            undo_sharding(unit)
+        self._units.clear()
+        self._stages.clear()
 
     @override
     def gather_all(self) -> None:

@@ -330,6 +330,10 @@ class WholeParameters(ZeroDataParallel):
             rows.part_again()
 
     @override
+    def dissolve(self) -> None:
+        self.rows.clear()
+
+    @override
     def release(self, *, collective: bool = True) -> None:
         narrowed = [rows for rows in self.rows.values() if rows.is_copy]
         for rows in narrowed:

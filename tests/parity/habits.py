@@ -172,16 +172,6 @@ for _name in (
     setattr(CallsInHooks, _name, _probing(_name))
 
 
-class CallsWhileFitting(CallsInHooks):
-    """The same until the run ends."""
-
-    def on_fit_end(self) -> None:
-        pass
-
-    def teardown(self, stage: str) -> None:
-        pass
-
-
 class Generates(FromMemory):
     """A model of another library that generates in a hook."""
 
@@ -589,7 +579,7 @@ HABITS: dict[str, Any] = _by_name(
         *(ClipsValuesByHand, LogsGradients, LooksAtBatchEnd, AddsNoise, LoadsInSetup),
         *(LoadsAtFitStart, Copies, Prunes, Averages, AveragesEvenly, Vectors, GradientPenalty),
         *(Assigns, AssignsElsewhere, ReducesByHand, CopiesAtEpochEnd, ZeroRedundancy),
-        *(OtherMethods, Branches, Lists, Twice, CallsWhileFitting, BranchesInside, Experts),
+        *(OtherMethods, Branches, Lists, Twice, BranchesInside, Experts),
         *(NestedLists, LooksUnderDecorator, LooksDecorated, LooksElsewhere, Accumulates),
     )
 )

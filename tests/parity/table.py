@@ -18,10 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_megatron import ActivationConfig, PipelineConfig
+from lightning_megatron import ActivationConfig, CompileConfig, PipelineConfig
 from tests.parallel.context_check.strangers import MIXING
 from tests.parity import (
     around_steps,
+    around_units,
     context_habits,
     context_items,
     epoch_ends,
@@ -41,6 +42,20 @@ LAYOUTS: dict[str, Layout] = {
     "zero 1": Layout(kind="data parallel", options={"zero": 1}),
     "zero 2": Layout(kind="data parallel", options={"zero": 2}),
     "zero 3": Layout(kind="data parallel", options={"zero": 3}),
+    "zero 3 recomputed": Layout(
+        kind="units",
+        options={"zero": 3, "activations": ActivationConfig(recompute="full")},
+        thorough=True,
+    ),
+    "zero 3 compiled": Layout(
+        kind="units",
+        options={"zero": 3, "compile": CompileConfig(scope="block", backend="aot_eager")},
+        thorough=True,
+    ),
+    "zero 3 tp": Layout(kind="units", ranks=4, options={"zero": 3, "tp": 2}, thorough=True),
+    "zero 3 in parts": Layout(
+        kind="units", options={"zero": 3, "num_microbatches": 2}, thorough=True
+    ),
     "tp": Layout(kind="tp", options={"tp": 2}),
     "pp": Layout(kind="pp", options={"pp": 2, "num_microbatches": 1}),
     "tp pp": Layout(
@@ -279,15 +294,12 @@ enter(
         "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2},
     },
     Twice=_GRADIENTS,
-    CallsInHooks=_whole(r"CallsInHooks is called outside of a run.*nearest valid"),
     HookEarly=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
     HookLate=_whole(r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2"),
-    Copies=_whole(rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather"),
     Prunes=_whole(r"net\.0\.weight: it becomes another parameter, weight_orig.*zero=2 or lower"),
     Averages=_whole(r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2"),
     AveragesEvenly=_whole(r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2"),
     ReducesByHand=_GRADIENTS,
-    CopiesAtEpochEnd=_whole(rf"CopiesAtEpochEnd\.on_train_epoch_end: .*{_KEPT}lightning_megatron"),
     ZeroRedundancy={
         **_GRADIENTS,
         **_whole(
@@ -296,6 +308,25 @@ enter(
         ),
     },
     GradientPenalty=_whole(rf"create_graph=True: .*{_KEPT}differentiate once"),
+)
+
+
+# What enters units of ZeRO 3 by other ways than their forward.
+enter(
+    "units",
+    around_units.AROUND,
+    partial(
+        Entry,
+        kinds=("data parallel", "units"),
+        also=("zero 3",),
+        without=("zero 0", "zero 1", "zero 2"),
+        trainer={"max_epochs": 2},
+    ),
+    **dict.fromkeys(
+        # No lists of modules that hold others, so nothing to recompute or compile by itself.
+        ("ReadsWeights", "Ensemble", "Recurrent"),
+        {"without": ("zero 0", "zero 1", "zero 2", "zero 3 recomputed", "zero 3 compiled")},
+    ),
 )
 
 

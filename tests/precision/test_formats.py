@@ -164,6 +164,7 @@ def later_job(precision: str, zero: int, tp: int = 1) -> None:
     module = small.Small()
     for layout, kind in (({"tp": tp}, "64-true"), ({"zero": zero, "tp": tp}, precision)):
         batches = int(kind == "64-true" and "zero" not in layout)
+        layout = {**layout, "gather_at_end": False}
         trainer = small.make_trainer(layout, tp, precision=kind, limit_train_batches=batches)
         trainer.fit(module, small.loader())
 

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import lightning_megatron
 from lightning_megatron import ActivationConfig, ConfigError, MegatronStrategy, PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.strategy import module_layout
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import quiet_trainer
 from tests.parity.plain_modules import FromMemory
@@ -125,25 +128,44 @@ def alone(pool: WorkerPool) -> dict[str, Tensor]:
         pytest.param(2, {"zero": 1}, "64-true", marks=pytest.mark.thorough),
         (2, {"zero": 2, "num_microbatches": 2}, "64-true"),
         (2, {"zero": 1}, "bf16-mixed"),
+        (2, {"zero": 3}, "64-true"),
+        (2, {"tp": 2}, "64-true"),
+        (2, {"pp": 2, "num_microbatches": 1}, "64-true"),
+        pytest.param(2, {"zero": 3}, "bf16-mixed", marks=pytest.mark.thorough),
+        pytest.param(
+            4, {"pp": 2, "zero": 3, "num_microbatches": 1}, "64-true", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            4, {"pp": 2, "tp": 2, "num_microbatches": 1}, "64-true", marks=pytest.mark.thorough
+        ),
     ],
+    ids=str,
 )
 def test_a_module_that_is_whole_is_the_users_again(
     pool: WorkerPool, alone: Any, devices: int, layout: dict[str, Any], precision: str
 ) -> None:
     # Batch norms see one microbatch at a time.
-    expected = {} if "num_microbatches" in layout else alone
+    expected = {} if layout.get("num_microbatches", 1) > 1 else alone
     pool.run(devices, owned_job, layout, precision, expected)
 
 
 def parts_job(layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Weights on every rank, on the last one, and what calls say."""
-    module, _ = fitted(layout, sync_batchnorm=True)
+    module, trainer = fitted({**layout, "gather_at_end": False}, sync_batchnorm=True)
+    held = next(m for m in module.net.items() if any(True for _ in m.parameters()))
+    uses = (
+        *(partial(each, PROBE) for each in (module, module.net, held)),
+        *(each.state_dict for each in (module, module.net, held)),
+        *(partial(torch.save, each, io.BytesIO()) for each in (module, module.net)),
+        *(partial(copy.deepcopy, each) for each in (module, module.net)),
+    )
     said = []
-    for call in (module, module.net):
-        try:
-            call(PROBE)
-        except ConfigError as error:
-            said.append(str(error))
+    for use in uses:
+        with pytest.raises(ConfigError) as caught:
+            use()
+        said.append(str(caught.value))
+    first = trainer.validate(module, verbose=False)
+    assert trainer.validate(module, verbose=False) == first
     last = torch.distributed.get_world_size() - 1
     return lightning_megatron.gather(module), lightning_megatron.gather(module, rank=last), said
 
@@ -170,8 +192,7 @@ def test_a_module_in_parts_says_how_to_put_it_together(
         for key, value in alone.items():
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
         assert (last != {}) == (rank == devices - 1)
-        assert len(said) == 2
-        assert all("lightning_megatron.gather(module)" in text for text in said)
+        assert all("gather_at_end=True" in text for text in said)
     plain = Layered().double()
     plain.load_state_dict(by_rank[0][0])
 
@@ -226,12 +247,89 @@ def saved_job(path: Path, layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param({"zero": 1}, marks=pytest.mark.thorough), {"zero": 3}]
+    "layout",
+    [
+        pytest.param({"zero": 1}, marks=pytest.mark.thorough),
+        {"zero": 3},
+        pytest.param({"pp": 2, "num_microbatches": 1}, marks=pytest.mark.thorough),
+        pytest.param({"tp": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_a_checkpoint_is_saved_after_the_run(
     pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     pool.run(2, saved_job, tmp_path / "after.ckpt", layout)
+
+
+class Failing(MegatronStrategy):
+    """Fails on some ranks behind the last collective of training."""
+
+    def __init__(self, error: type[BaseException], ranks: list[int]) -> None:
+        super().__init__(zero=3)
+        self.error, self.ranks = error, ranks
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.global_rank in self.ranks:
+            raise self.error
+
+
+def failed_job(error: type[BaseException], ranks: list[int]) -> None:
+    module = Layered().double()
+    trainer = quiet_trainer(Failing(error, ranks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_layout, "PATIENCE_S", 0.2)
+        try:
+            trainer.fit(module)
+        except (RuntimeError, SystemExit, KeyboardInterrupt):
+            assert trainer.global_rank in ranks
+    with pytest.raises(ConfigError, match="gather_at_end"):
+        module.state_dict()
+
+
+@pytest.mark.parametrize(("error", "ranks"), [(RuntimeError, [1]), (KeyboardInterrupt, [0, 1])])
+def test_after_a_failure_the_module_stays_in_parts(
+    pool: WorkerPool, error: type[BaseException], ranks: list[int]
+) -> None:
+    pool.run(2, failed_job, error, ranks)
+
+
+def twice_job(layout: dict[str, Any]) -> dict[str, Tensor]:
+    """Two fits, one of a moment, and a test in between."""
+    module = Layered().double()
+    for options in ({"fast_dev_run": True}, {"max_epochs": 2}):
+        trainer = quiet_trainer(MegatronStrategy(**layout), sync_batchnorm=True, **options)
+        trainer.fit(module)
+        [before] = trainer.validate(module, verbose=False)
+        assert trainer.validate(module, verbose=False) == [before]
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("layout", [{"zero": 3}, {"pp": 2, "num_microbatches": 1}], ids=str)
+def test_a_module_is_trained_twice(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    alone = pool.run(1, twice_job, {})[0]
+    for found in pool.run(2, twice_job, layout):
+        for key, value in alone.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
+
+
+def large_job() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_layout, "MOST_BYTES", 1000)
+        module, _ = fitted({"tp": 2}, sync_batchnorm=True)
+        with pytest.raises(ConfigError, match="gather_at_end=True"):
+            module.state_dict()
+        assert type(fitted({"tp": 2, "gather_at_end": True})[0].state_dict()) is OrderedDict
+
+
+def test_what_is_too_large_stays_in_parts_unless_it_is_asked_for(pool: WorkerPool) -> None:
+    pool.run(2, large_job)
+
+
+def test_gather_at_end_is_one_of_three() -> None:
+    with pytest.raises(ConfigError, match=r"gather_at_end='yes': must be .*nearest valid: 'auto'"):
+        MegatronStrategy(gather_at_end="yes")  # type: ignore[arg-type]
 
 
 def test_nothing_of_the_strategys_is_there_before_a_run() -> None:

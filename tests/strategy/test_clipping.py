@@ -81,7 +81,7 @@ class Norms(pl.Callback):
 def clipped(
     layout: Mapping[str, Any] | None, devices: int, value: float, algorithm: str
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights, put together over tp, and norms."""
+    """Weights and norms."""
     module, norms = Everything(), Norms()
     trainer = make_trainer(
         layout,
@@ -91,18 +91,7 @@ def clipped(
         callbacks=[norms],
     )
     trainer.fit(module, loader(samples(24), dp=dp_of(devices, layout or {})))
-    found = {name: full(p) for name, p in module.named_parameters()}
-    if layout is None or trainer.strategy.topology.tp.size == 1:
-        return found, norms.found
-    roles = {r.name: r.shard for r in trainer.strategy.parallel.gradients.roles}
-    for name, value_ in found.items():
-        shard = roles.get(name)  # None for a parameter's second name
-        if shard is not None and shard.dim is not None:
-            group = trainer.strategy.topology.tp.group
-            pieces = [torch.empty_like(value_) for _ in range(2)]
-            torch.distributed.all_gather(pieces, value_.contiguous(), group=group)
-            found[name] = torch.cat(pieces, shard.dim)
-    return found, norms.found
+    return {name: full(p) for name, p in module.named_parameters()}, norms.found
 
 
 CASES = [

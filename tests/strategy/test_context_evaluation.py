@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import ActivationConfig, MegatronStrategy, PipelineConfig, generate
+from lightning_megatron.layers import whole
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.testing import WorkerPool
@@ -59,7 +60,7 @@ class Looking(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         if not needs_a_step(self.trainer.strategy.options):
             prompt = torch.zeros(1, 2, dtype=torch.long)
-            self.texts += [generate(self.model, prompt, 3), self.model(prompt).argmax(-1)]
+            self.texts += [generate(self.model, prompt, 3), whole(self.model(prompt).argmax(-1))]
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         found: Tensor = self.model(batch[:, :-1])

@@ -108,7 +108,7 @@ def free_bytes(directory: Path) -> int:
     """
     free = shutil.disk_usage(directory).free
     if _is_in_memory(directory):
-        free = min([free, *_memory_left()])
+        free = min([free, *memory_left()])
     return free
 
 
@@ -248,7 +248,7 @@ def _is_in_memory(directory: Path) -> bool:
     return False
 
 
-def _memory_left() -> list[int]:
+def memory_left() -> list[int]:
     """Return the bytes of memory that this machine and each control group have left."""
     left = []
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -125,7 +125,7 @@ def test_room(tmp_path: Path) -> None:
     assert roomiest([empty, full], 2 * free, "1") in (empty, full)
     shm = Path("/dev/shm")
     if local_directory._is_in_memory(shm):
-        assert min(local_directory._memory_left()) >= local_directory.free_bytes(shm) > 0
+        assert min(local_directory.memory_left()) >= local_directory.free_bytes(shm) > 0
 
 
 def test_what_the_dead_have_left_is_deleted_after_a_day(tmp_path: Path) -> None:
