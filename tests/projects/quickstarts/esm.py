@@ -67,10 +67,11 @@ def main(run: Quickstart) -> None:
         numbers["logits"] = torch.cat(first.predict(model, loader))
     with run.part("use") as numbers:
         numbers |= weights(model)
-        folder = run.folder / f"pretrained-{first.global_rank}"
-        copy.deepcopy(model.model).save_pretrained(folder)
-        saved = EsmForMaskedLM.from_pretrained(folder)
-        numbers["logits"] = saved.eval()(input_ids=masked[:2]).logits
+        copied = copy.deepcopy(model.model).eval()
+        numbers["logits"] = copied(input_ids=masked[:2]).logits
+        model.model.save_pretrained(run.folder / "pretrained")
+        saved = EsmForMaskedLM.from_pretrained(run.folder / "pretrained").eval()
+        numbers["saved"] = saved(input_ids=masked[:2]).logits
     with run.part("resume") as numbers:
         second = trainer(3, "second")
         second.fit(Protein(), loader, loader, ckpt_path=saver.last_model_path)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import CheckpointConfig, MegatronStrategy
 
 PARTS = ("train", "load", "predict", "use", "resume")
 """What a quick start does, in this order: it trains, loads what it saved as the project loads,
@@ -57,7 +57,10 @@ class Quickstart:
         """Of a Trainer: what a user changes."""
         if self.name in (PLAIN, DDP):
             return {PLAIN: "auto", DDP: "ddp_find_unused_parameters_true"}[self.name]
-        return MegatronStrategy(zero=int(self.name.removeprefix("zero=")))  # type: ignore[arg-type]
+        stage: Any = int(self.name.removeprefix("zero="))
+        # Projects read checkpoints by themselves. With zero=3 they are directories by default.
+        format: Any = "file" if stage == 3 else "auto"
+        return MegatronStrategy(zero=stage, checkpoint=CheckpointConfig(format=format))
 
     def batch_size(self, whole: int) -> int:
         """Samples in a loader's batch, so that all ranks together take as many as one process."""

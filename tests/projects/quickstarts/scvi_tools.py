@@ -19,7 +19,7 @@ def main(run: Quickstart) -> None:
     del options["logger"]  # False would keep no history
     with run.part("train") as numbers:
         model.train(max_epochs=8, **options)
-        numbers["loss"] = model.trainer.callback_metrics["train_loss_epoch"]
+        numbers["loss"] = model.trainer.callback_metrics["train_loss"]
     with run.part("load") as numbers:
         folder = str(run.folder / f"model-{model.trainer.global_rank}")
         model.save(folder)
@@ -32,4 +32,4 @@ def main(run: Quickstart) -> None:
         copy.deepcopy(model.module)
     with run.part("resume") as numbers:
         loaded.train(max_epochs=4, **(options | {"strategy": run.strategy()}))
-        numbers["loss"] = loaded.trainer.callback_metrics["train_loss_epoch"]
+        numbers["loss"] = loaded.trainer.callback_metrics["train_loss"]
