@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.launched.jobs import command
 from tests.projects.projects import PROJECTS
-from tests.projects.quickstarts.quickstart import DDP, PARTS, PLAIN
+from tests.projects.quickstarts.quickstart import DDP, PLAIN
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -44,8 +44,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def cases() -> list[Any]:
     listed = []
-    for project in PROJECTS:
-        for part in PARTS:
+    for project, kind in PROJECTS.items():
+        for part in kind.parts:
             for stage in STAGES:
                 keys = [(project, p, s) for p in (part, "*") for s in (stage, "*")]
                 reasons = [FAILS[key] for key in keys if key in FAILS]

@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning_megatron.pytorch_lightning  # noqa: F401 (before the project)
 import numpy as np
 import torch
 from darts import TimeSeries

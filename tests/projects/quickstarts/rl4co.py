@@ -51,7 +51,3 @@ def main(run: Quickstart) -> None:
         tours = policy(env.reset(batch_size=[64]), env, phase="test", decode_type="greedy")
         numbers["reward"] = tours["reward"].mean()
         torch.save(policy.state_dict(), io.BytesIO())
-    with run.part("resume") as numbers:
-        second = trainer(3, "second")
-        second.fit(network(), ckpt_path=saver.last_model_path)
-        numbers["reward"] = second.callback_metrics["val/reward"]
