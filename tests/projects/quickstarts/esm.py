@@ -70,6 +70,7 @@ def main(run: Quickstart) -> None:
         copied = copy.deepcopy(model.model).eval()
         numbers["logits"] = copied(input_ids=masked[:2]).logits
         model.model.save_pretrained(run.folder / "pretrained")
+        first.strategy.barrier()  # one rank writes
         saved = EsmForMaskedLM.from_pretrained(run.folder / "pretrained").eval()
         numbers["saved"] = saved(input_ids=masked[:2]).logits
     with run.part("resume") as numbers:
