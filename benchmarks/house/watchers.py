@@ -132,7 +132,8 @@ class SwitchParts(Switch):
     def switch(self, strategy: Any, *, on: bool) -> None:
         watch = strategy.weight_watch
         if on:
-            watch._parts, watch._stages = type(watch._parts)(self._mode), self._stages
+            watch._parts = type(watch._parts)(self._mode, watch._run.module)
+            watch._stages = self._stages
         else:
             self._mode, self._stages = list(watch._parts._parts), watch._stages
             watch._parts.end()

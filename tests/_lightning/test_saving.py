@@ -1,12 +1,13 @@
-"""Lightning makes a module from a checkpoint in memory."""
+"""Lightning makes a module from a checkpoint in memory; state_dicts have versions of modules."""
 
+from collections import OrderedDict
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from lightning_megatron._lightning.saving import module_from
+from lightning_megatron._lightning.saving import module_from, versions_in, with_versions
 
 
 class Sized(pl.LightningModule):
@@ -38,3 +39,13 @@ def test_module_from_is_strict() -> None:
     with pytest.raises(RuntimeError, match="more"):
         module_from(Sized, saved, strict=None)
     module_from(Sized, saved, strict=False)
+
+
+def test_versions_are_those_of_a_module() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    state = module.state_dict()
+    found = versions_in(state)
+    assert found["0"] == 2
+    again = with_versions(OrderedDict(state), found)
+    assert again._metadata == state._metadata  # type: ignore[attr-defined]
+    assert versions_in({}) == {}
