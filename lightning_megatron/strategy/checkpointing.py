@@ -285,7 +285,10 @@ class Checkpointing:
         save = FileSave(
             filepath,
             **vars(content),
-            modules=[clean_name(f"{n}.").rstrip(".") for n, _ in module.named_modules()],
+            modules=[
+                clean_name(f"{name}.").rstrip(".")
+                for name, _ in module.named_modules(remove_duplicate=False)
+            ],
             device=self._run.parallel.topology.device,
         )
         if self.saver is None:

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Net(Small):
-    """With a buffer, a tied weight, and two groups of parameters in another order."""
+    """With a buffer, a tied weight, a part of two names, and two groups in another order."""
 
     def __init__(self, width: int = 8, kind: type[nn.Module] = nn.Tanh) -> None:
         super().__init__(lr=0.01)
@@ -68,6 +68,7 @@ class Net(Small):
         )
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
+        self.again = self.norm
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.net(self.norm(self.first(x)) * self.scale))

@@ -159,6 +159,7 @@ class FileReader(CheckpointReader):
         self.versions = {n: v for n, v in versions.items() if v != 1} if versions else None
         names = about.get("optimizer_names", self._optimizer_names)
         if names is not None:
+            names = [[aliases.get(name, name) for name in own] for own in names]
             kinds = about.get("optimizer_kinds", [None] * len(optimizers))
             self._take_optimizers(optimizers, names, kinds)
         self.manifest = Manifest(
