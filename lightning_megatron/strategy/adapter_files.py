@@ -22,6 +22,7 @@ from lightning_megatron.checkpoint.gather_state import gather_named
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.launch.store_barrier import StoreBarrier
 from lightning_megatron.strategy.pretrained_models import refuse_copy_of_part
+from lightning_megatron.whole.memory import own_weights
 
 
 class SavedAdapters(CopiedWhole):
@@ -78,7 +79,7 @@ class _Divided:
     def gather(self, adapters: list[str] | None, embeddings: Any) -> dict[str, Tensor]:
         """Gather what PEFT saves of some adapters on the first rank; collective."""
         peft: Any = sys.modules["peft.utils.save_and_load"]
-        known: dict[str, Tensor] = self.whole.state_dict(keep_vars=True)
+        known: dict[str, Tensor] = own_weights(self.whole.state_dict)(keep_vars=True)
         by_id = {id(tensor): name for name, tensor in known.items()}
         names: set[str] = set()
         for adapter in self.whole.peft_config if adapters is None else adapters:

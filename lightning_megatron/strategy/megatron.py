@@ -272,7 +272,9 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
     @override
     def divides_by_all(self) -> bool:
         options = vars(self).get("options")  # which its constructor has not made at first
-        return options is not None and options.tp * options.pp.degree * options.cp.degree == 1
+        if options is None:
+            return False
+        return (options.tp, options.pp.degree, options.cp.degree) == (1, 1, 1)
 
     @property
     def gradients(self) -> GradientSet:

@@ -328,7 +328,11 @@ def _encode(notes: Mapping[str, Any]) -> tuple[str, bytes]:
     """Return notes in the form of a checkpoint's state, which no rank unpickles."""
     encoder = Encoder()
     text = json.dumps(encoder.encode(dict(notes), _WHAT))
-    raise_if_any(encoder.problems)
+    objects = [
+        f"{place}: a {type(value).__module__}.{type(value).__qualname__} has no plain form"
+        for place, value in encoder.objects.items()
+    ]
+    raise_if_any(encoder.problems + objects)
     return text, safetensors_save(encoder.tensors)
 
 

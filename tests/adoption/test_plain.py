@@ -78,7 +78,7 @@ def job(kind: str, layout: dict[str, Any], world: int, traced: bool = False) -> 
     if traced:
         model.example_input_array = example()
     module = Training(adopt(model), world // others)
-    trainer = fit(module, MegatronStrategy(**layout), world)
+    trainer = fit(module, MegatronStrategy(**layout, gather_at_end=False), world)
     held = sum(p.numel() for p in module.parameters())
     weights, squares = gather(module), float(trainer.callback_metrics["squares"])
     return (weights, squares, held) if trainer.global_rank == 0 else None

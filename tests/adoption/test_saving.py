@@ -98,7 +98,8 @@ def saved_by_one_of_two_runs(directory: str) -> list[str]:
     found = []
     for _ in range(2):
         module = Saving(adopt(FAMILIES["llama"].build()), directory, 1, "all")
-        trainer = fit(module, MegatronStrategy(tp=2), 2, limit_train_batches=1)
+        strategy = MegatronStrategy(tp=2, gather_at_end=False)
+        trainer = fit(module, strategy, 2, limit_train_batches=1)
         store_barrier.PATIENCE_S = 1.0
         if trainer.is_global_zero:
             try:
@@ -118,7 +119,8 @@ def test_call_on_one_rank_alone_is_refused_in_each_run_and_the_next_call_saves(p
 
 def inner_saved(directory: str) -> None:
     model = adopt(FAMILIES["llama"].build())
-    fit(Training(model, "causal"), MegatronStrategy(tp=2), 2, limit_train_batches=1)
+    strategy = MegatronStrategy(tp=2, gather_at_end=False)
+    fit(Training(model, "causal"), strategy, 2, limit_train_batches=1)
     with pytest.raises(ConfigError, match="distributed_checkpoint=False"):
         model.save_pretrained(directory, distributed_checkpoint=True)
     model.model.save_pretrained(directory)

@@ -78,7 +78,7 @@ def held(layout: dict[str, int]) -> int:
     model = plain_models.build("own")
     model.example_input_array = plain_models.example()
     module = Training(adopt(model))
-    fit(module, MegatronStrategy(**layout), layout["tp"] * layout["pp"])
+    fit(module, MegatronStrategy(**layout, gather_at_end=False), layout["tp"] * layout["pp"])
     return sum(p.numel() for p in module.parameters())
 
 

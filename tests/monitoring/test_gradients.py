@@ -50,8 +50,9 @@ def monitored(
         gradients.global_squares = counted
         module = Everything()
         module.lr = 1.0  # so that the norm rises, too
+        in_parts = {**layout, "gather_at_end": False}
         trainer = make_trainer(
-            layout, devices, callbacks=[GradientMonitor(rule())], gradient_clip_val=1e3
+            in_parts, devices, callbacks=[GradientMonitor(rule())], gradient_clip_val=1e3
         )
         trainer.fit(module, loader(dp=dp_of(devices, layout)))
         assert (

@@ -308,7 +308,8 @@ def held_items() -> tuple[list[list[int]], list[str]]:
         warnings.simplefilter("always")
         for config, make in zip(configs, (Small, Small, Uneven), strict=True):
             module = make()
-            make_trainer({"pp": config}, 2, max_steps=1).fit(module, loader())
+            layout = {"pp": config, "gather_at_end": False}
+            make_trainer(layout, 2, max_steps=1).fit(module, loader())
             items = enumerate(module.net.items())
             found.append([i for i, item in items if not isinstance(item, RemoteItem)])
     texts = [str(w.message) for w in caught if "could not be counted" in str(w.message)]

@@ -76,7 +76,7 @@ def fit(
     **trainer_options: Any,
 ) -> Outcome:
     """Train; `extra` is the report of the measured partition."""
-    strategy = MegatronStrategy(**options)
+    strategy = MegatronStrategy(**options, gather_at_end=False)  # it is measured once
     recorder = Recorder(accumulate)
     trainer = quiet_trainer(
         strategy,

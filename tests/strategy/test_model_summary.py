@@ -86,7 +86,7 @@ def cells(table: str) -> dict[str, list[str]]:
 def summary_job(layout: dict[str, Any], devices: int) -> str:
     """The table of the second Trainer, and that a module must not be built anew for it."""
     table = table_job(layout, devices, again=True)
-    module = Tied()
+    module, layout = Tied(), {**layout, "gather_at_end": False}
     make_trainer(layout, devices, max_steps=0).fit(module, loader())
     del module.head
     with pytest.raises(ConfigError, match="Tied.configure_model builds layers anew.*nearest valid"):

@@ -143,7 +143,8 @@ def raising(layout: Mapping[str, Any], devices: int) -> tuple[str, list[str]]:
 
 
 def test_raise_ends_all_ranks_with_the_weights_of_before(pool: WorkerPool) -> None:
-    by_rank = pool.run(4, raising, {"pp": 2, "num_microbatches": 2}, 4)
+    layout = {"pp": 2, "num_microbatches": 2, "gather_at_end": False}
+    by_rank = pool.run(4, raising, layout, 4)
     where = "on ranks 1, 3, which read the data of data-parallel rank 1"
     assert by_rank == [(f"step {BAD}: the loss of batch {BAD} is inf {where}", [])] * 4
 

@@ -69,7 +69,10 @@ def test_the_optimizer_steps_on_copies_in_host_memory(
 
 
 def test_units_keep_their_shards_in_host_memory(pool: WorkerPool) -> None:
-    layout = {"zero": ShardingConfig(stage=3, offload_parameters=True)}
+    layout = {
+        "zero": ShardingConfig(stage=3, offload_parameters=True),
+        "gather_at_end": False,
+    }
     by_rank = pool.run(2, offload_job, layout, 2)
     (expected, *_), *_ = pool.run(1, offload_job, {}, 1)
     for found, _, units, _ in by_rank:
