@@ -36,7 +36,7 @@ train: $(VENV)/train-$(TORCH)
 # In the order of the files, long ones that mostly wait do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o junit_duration_report=total
 test: install
-	@echo 'The suite takes 8 to 10 minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
+	@echo 'The suite takes 10 to 25 minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --junitxml=build/tests.xml
 
 KEEP ?=
