@@ -15,8 +15,8 @@ module meets and, where the library cannot keep it true, the words of the error.
 
 A layout is one entry of another table (`Layout`): the number of processes and the options of the
 strategy. Layouts of a kind can go wrong for a module in the same way. So by default it meets those
-that its entry asks for by `also`, and of each kind one of the others, chosen by the module's name;
-all are met in `make test-all` (`meetings`).
+that its entry asks for by `also`, and of each other kind one, chosen by the module's name; all are
+met in `make test-all` (`meetings`).
 
 Modules that a layout must train run one after the other in the same processes, and so do those
 that it must refuse: `train_all` and `refuse_all` are the jobs of the workers. Where one rank alone
@@ -71,7 +71,7 @@ class Entry:
     kinds: tuple[str, ...]
     """Kinds of layout that it meets."""
     also: tuple[str, ...] = ()
-    """Layouts of these kinds that it meets by default in any case."""
+    """Layouts that it meets by default, in place of one that is chosen for it."""
     without: tuple[str, ...] = ()
     """Layouts of these kinds that it does not meet: another entry says what is true there."""
     thorough: bool = False
@@ -123,7 +123,9 @@ def meetings(table: Mapping[str, Entry], layouts: Mapping[str, Layout]) -> Itera
                 if not (entry.thorough or layouts[key].thorough or key in entry.also)
             ]
             # Depends on the name alone: further entries leave the others where they are.
-            chosen = {*entry.also, *([often[crc32(name.encode()) % len(often)]] if often else [])}
+            chosen = set(entry.also).intersection(of_kind)
+            if often and not chosen:
+                chosen = {often[crc32(name.encode()) % len(often)]}
             for key in of_kind:
                 yield Meeting(
                     name=name,
