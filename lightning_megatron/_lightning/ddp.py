@@ -1,4 +1,4 @@
-"""What other people's code takes for `lightning.pytorch.strategies.DDPStrategy`.
+"""The answer to ``isinstance(strategy, DDPStrategy)``, by which other code asks about data.
 
 ``isinstance(trainer.strategy, DDPStrategy)`` is how data modules, losses and command lines ask
 whether each process reads samples of its own and gradients are averaged over all of them. Lightning

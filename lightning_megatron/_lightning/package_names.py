@@ -25,7 +25,7 @@ UNITING = (
     "`import lightning_megatron.pytorch_lightning` before the first import of pytorch_lightning, "
     "which then means lightning.pytorch"
 )
-"""What a user writes who has the other package."""
+"""Import that a user writes who has the other package."""
 
 
 def other_package(name: str) -> ModuleType | None:

@@ -7,10 +7,12 @@ meta device, and the table of names that ``torch.load(weights_only=True)`` allow
 
 import io
 import pickle
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, BinaryIO
+from zipfile import ZipInfo
 
 import torch
 from torch import Tensor, _weights_only_unpickler
@@ -18,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 from typing_extensions import override
+
+_LOCAL_HEADER = 30
+"""Bytes of a record's header."""
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -74,6 +79,16 @@ class _Nowhere(io.RawIOBase):
     @override
     def write(self, data: Any) -> int:
         return len(data)
+
+
+def begin_of_record(file: BinaryIO, record: ZipInfo) -> int:
+    """Return where the bytes of a record of the archive begin.
+
+    A header, the name and an extra field stand in front, whose lengths the header's end says.
+    """
+    file.seek(record.header_offset + _LOCAL_HEADER - 4)
+    name, extra = struct.unpack("<HH", file.read(4))
+    return record.header_offset + _LOCAL_HEADER + int(name) + int(extra)
 
 
 def begin_of_numbers(tensor: Tensor) -> int | None:

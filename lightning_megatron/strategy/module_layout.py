@@ -219,16 +219,30 @@ class ModuleLayout:
         return replace(parallelize(converted, topology, transforms, written), spare=spare)
 
     def _skeleton(self, module: nn.Module) -> list[nn.Module] | None:
-        """Items to take the place of those of other stages after the run; None if it stays so."""
+        """Items to take the place of those of other stages after the run; None if it stays so.
+
+        Ranks agree on whether there is room, as each sees the memory of its own moment.
+        """
         trunk = next((m for m in module.modules() if isinstance(m, PipelineSequential)), None)
         size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-        if trunk is None or isinstance(trunk, AdoptedTrunk) or size > self._most_bytes():
+        if not all(Peers(self._run.host_group).all_gather(size <= self._most_bytes())):
+            return None
+        if trunk is None or isinstance(trunk, AdoptedTrunk):
+            self._say_parts("an adopted model is built anew for each stage")
             return None
         try:
             return skeleton_of(module)
         except ConfigError as error:
-            log.debug("the module stays in parts after the run: %s", error)
+            self._say_parts(str(error))
             return None
+
+    def _say_parts(self, reason: str) -> None:
+        """Say that the module stays in parts: aloud to a user who has asked for the whole."""
+        text = f"the module stays in parts after the run: {reason}"
+        if self.gather_at_end is True:
+            rank_zero_warn(text)
+        else:
+            log.debug(text)
 
     def _most_bytes(self) -> int:
         """Size of a whole module for which this process has room in host memory."""
@@ -274,8 +288,8 @@ class ModuleLayout:
             names = [
                 f"{path}.{name}"  # a hook may have replaced weights of another stage
                 for path, part in spare_modules(parallel.spare, parallel.trunk, prefix).items()
-                for name, _ in (*part._parameters.items(), *part._buffers.items())
-                if _ is not None
+                for name, tensor in (*part._parameters.items(), *part._buffers.items())
+                if tensor is not None
             ]
         names = [clean_name(name) for name in names]
         tensors = gather_tensors(module, torch.device("cpu"), self._most_bytes(), names)

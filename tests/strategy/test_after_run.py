@@ -2,7 +2,9 @@
 
 import copy
 import io
+import os
 import pickle
+import warnings
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -325,6 +327,24 @@ def large_job() -> None:
 
 def test_what_is_too_large_stays_in_parts_unless_it_is_asked_for(pool: WorkerPool) -> None:
     pool.run(2, large_job)
+
+
+def uneven_room_job(layout: dict[str, Any]) -> list[str]:
+    """One rank alone has no room; returns warnings of ranks that did not come."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(module_layout, "PATIENCE_S", 2.0)
+        if os.environ["RANK"] == "1":
+            patch.setattr(module_layout, "MOST_BYTES", 1000)
+        module, _ = fitted(layout, sync_batchnorm=True)
+        with pytest.raises(ConfigError, match="gather_at_end=True"):
+            module.state_dict()
+    return [text for w in caught if "not all ranks came" in (text := str(w.message))]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "num_microbatches": 1}], ids=str)
+def test_ranks_agree_on_whether_there_is_room(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    assert pool.run(2, uneven_room_job, layout) == [[], []]
 
 
 def test_gather_at_end_is_one_of_three() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron._lightning.saving import versions_in
-from lightning_megatron._torch.saved_files import begin_of_numbers
+from lightning_megatron._torch.saved_files import begin_of_numbers, begin_of_record
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.chunk_runs import Run
 from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
@@ -41,8 +41,6 @@ OptimizerNames = Sequence[Sequence[str]]
 
 _BLOCK = 1 << 24
 """Bytes that are read at once."""
-_OFFSET_OF_NAME = 26
-_LOCAL_HEADER = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,7 @@ class FileReader(CheckpointReader):
             tensors = dict(_tensors_in(content))
             begins = {place: begin_of_numbers(tensor) for place, tensor in tensors.items()}
             with open(self.directory, "rb") as file:
-                begin = _begin_of(file, record)
+                begin = begin_of_record(file, record)
         except Exception:  # the pickle is what is damaged
             return f"record {name}"
         held = [place for place, at in begins.items() if at == begin]
@@ -269,14 +267,6 @@ def _is_intact(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
     except (zipfile.BadZipFile, EOFError, NotImplementedError):
         return False
     return record.compress_type == zipfile.ZIP_STORED
-
-
-def _begin_of(file: Any, record: zipfile.ZipInfo) -> int:
-    """Return where the bytes of a record begin."""
-    file.seek(record.header_offset + _OFFSET_OF_NAME)
-    lengths = file.read(4)
-    extra = int.from_bytes(lengths[2:], "little")
-    return record.header_offset + _LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + extra
 
 
 def _tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:

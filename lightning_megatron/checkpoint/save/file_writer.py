@@ -20,10 +20,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_megatron._torch.saved_files import FakeTensor, write_without_numbers
+from lightning_megatron._torch.saved_files import (
+    FakeTensor,
+    begin_of_record,
+    write_without_numbers,
+)
 
-_LOCAL_HEADER = 30
-"""Bytes of a record's header in front of name and extra field, whose lengths are its last 4."""
 _ENTRY = struct.Struct("<4s12xL8xHHH12x")
 """Entry of the central directory: signature, CRC-32, lengths of name, extra field and comment."""
 _CRC_AT = 16
@@ -83,15 +85,9 @@ class TensorFile:
         record = self._records[name]
         assert numbers.numel() == record.file_size
         data: Any = numbers.numpy().data
-        self._file.seek(self._begin(record))
+        self._file.seek(begin_of_record(self._file, record))
         self._file.write(data)
         self._sums[name] = zlib.crc32(data)
-
-    def _begin(self, record: zipfile.ZipInfo) -> int:
-        """Return where the bytes of a record begin."""
-        self._file.seek(record.header_offset + _LOCAL_HEADER - 4)
-        name, extra = struct.unpack("<HH", self._file.read(4))
-        return record.header_offset + _LOCAL_HEADER + int(name) + int(extra)
 
     def finish(self) -> None:
         """Write the sums of all records, and wait until the file is on disk."""
@@ -109,7 +105,7 @@ class TensorFile:
         os.fsync(self._file.fileno())
 
     def _sum(self, record: zipfile.ZipInfo) -> int:
-        self._file.seek(self._begin(record))
+        self._file.seek(begin_of_record(self._file, record))
         left, crc = record.file_size, 0
         while left:
             data = self._file.read(min(left, _BLOCK))

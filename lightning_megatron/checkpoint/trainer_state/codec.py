@@ -216,7 +216,7 @@ _ORIGINS = {
     "optimizers": "the optimizer's state; nearest valid:",
     "lr_schedulers": "the schedule's state_dict; nearest valid:",
 }
-"""What puts a value into a checkpoint, by the first key of its place."""
+"""Hook or option that puts a value into a checkpoint, by the first key of its place."""
 
 
 def _free_key(path: str, used: Mapping[str, Any]) -> str:
