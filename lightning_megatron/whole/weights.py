@@ -155,6 +155,7 @@ class WeightParts:
 
     def __init__(self, places: Sequence[tuple[nn.Parameter, Place]], module: nn.Module) -> None:
         self._parts = list(places)
+        self._topologies = {id(place.topology) for _, place in self._parts}
         self._homes = {
             (id(child), name): id(parameter)
             for child in module.modules()
@@ -177,11 +178,13 @@ class WeightParts:
         """Refuse a part in another place: checkpoints know of it by the name in its layer.
 
         ZeRO 3 puts it back into its own place by ``setattr`` where a module has a ``__setattr__``
-        of its own, as recurrent networks have.
+        of its own, as recurrent networks have. Parts of other runs are not asked of: torch calls
+        this for all modules of the process.
         """
         place = place_of(parameter)
-        at_home = self._homes.get((id(module), name)) == id(parameter)
-        if place is not None and place.is_cut and not at_home:
+        if place is None or not place.is_cut or id(place.topology) not in self._topologies:
+            return
+        if self._homes.get((id(module), name)) != id(parameter):
             raise ConfigError(
                 f"{place.name}: it becomes another parameter, {name}, amid a run, as by "
                 "torch.nn.utils.prune and parametrizations, and each rank holds a part of it; "

@@ -145,6 +145,8 @@ def test_avoid_inference_mode(outside: bool) -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> None:
             found["predict"] = is_inference()
 
+    if torch.distributed.is_initialized():  # by a test before this one: Lightning looks at it
+        torch.distributed.destroy_process_group()
     is_inference = torch.is_inference_mode_enabled
     trainer = make_trainer(limit_test_batches=1, limit_predict_batches=1)
     trainer.fit_loop.epoch_loop.val_loop.inference_mode = True

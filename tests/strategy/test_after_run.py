@@ -22,6 +22,7 @@ from lightning_megatron import ActivationConfig, ConfigError, MegatronStrategy, 
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.strategy import module_layout
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.whole.weights import WeightParts
 from tests.parity.jobs import quiet_trainer
 from tests.parity.plain_modules import FromMemory
 
@@ -345,6 +346,33 @@ def uneven_room_job(layout: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "num_microbatches": 1}], ids=str)
 def test_ranks_agree_on_whether_there_is_room(pool: WorkerPool, layout: dict[str, Any]) -> None:
     assert pool.run(2, uneven_room_job, layout) == [[], []]
+
+
+class Recurrent(Layered):
+    """With a layer that FSDP2 gives its weights back by ``setattr``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 6).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((self.layer(x)[0], y), batch_idx)
+
+
+def beside_another_job() -> int:
+    other = WeightParts([], nn.Linear(1, 1))  # of a run that was given up, in the same process
+    try:
+        trainer = quiet_trainer(MegatronStrategy(zero=3))
+        trainer.fit(Recurrent())
+    finally:
+        other.end()
+    return trainer.global_step
+
+
+def test_what_another_run_has_left_says_nothing_of_this_one(pool: WorkerPool) -> None:
+    first, second = pool.run(2, beside_another_job)
+    assert first == second > 0
 
 
 def test_gather_at_end_is_one_of_three() -> None:
