@@ -32,7 +32,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lightning_megatron._torch.dtensor import forget_meshes
-from lightning_megatron.testing.worker import serve
+from lightning_megatron.testing.worker import serve, spent
 
 DONE = "done"
 """Message of a pool whose run is over: its workers are idle."""
@@ -180,7 +180,7 @@ class _Server:
         while self._waiting:
             client = self._waiting[0]
             lease = self._leases[client]
-            for number in [n for n in self._idle if not self._workers[n].is_alive()]:
+            for number in [n for n in self._idle if not self._serves(n)]:
                 self._idle.discard(number)
                 self._end(number, patience=0.0)
             while len(self._idle) < lease.size and len(self._workers) < self._size:
@@ -194,6 +194,9 @@ class _Server:
             lease.workers = set(chosen)
             with contextlib.suppress(ConnectionError):
                 client.send([self._lent(number) for number in chosen])
+
+    def _serves(self, number: int) -> bool:
+        return self._workers[number].is_alive() and not spent(self._lent(number).log).exists()
 
     def _lent(self, number: int) -> Lent:
         return Lent(
@@ -224,7 +227,8 @@ class _Server:
         process.join(patience)
         process.kill()
         process.join()
-        for path in (self._lent(number).address, self._lent(number).log):
+        lent = self._lent(number)
+        for path in (lent.address, lent.log, spent(lent.log)):
             with contextlib.suppress(OSError):
                 os.unlink(path)
         return process.exitcode

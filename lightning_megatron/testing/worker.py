@@ -44,6 +44,9 @@ _LONG_SEARCH = 0.004
 """Processor seconds of a search for garbage that finds much which stays, as imported modules: later
 searches leave it out."""
 
+_LEFT_THREADS = 4
+"""Threads that a worker may keep from its jobs, such as those of the backward pass."""
+
 _OUTPUT_TAIL = 16_000
 """Last characters of a worker's output in an error: enough for a stack of a hundred calls."""
 
@@ -68,6 +71,11 @@ def end_of_output(log: Path) -> str:
     return ""
 
 
+def spent(log: Path) -> Path:
+    """File by which the worker of an output asks the server to have another take its place."""
+    return log.with_suffix(".spent")
+
+
 def has_written_its_stacks(log: Path) -> bool:
     """Say whether a worker's faulthandler is done: with the main thread, its last, to `serve`."""
     _, _, stack = end_of_output(log).rpartition("(most recent call first):\n")
@@ -89,6 +97,7 @@ def serve(listening: socket.socket, inherited: list[socket.socket | Connection],
         other.close()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     _redirect_output(log)
+    threads = _thread_count()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             connected, _ = listening.accept()
@@ -98,6 +107,8 @@ def serve(listening: socket.socket, inherited: list[socket.socket | Connection],
             ):
                 while True:
                     _serve_one(connection, log)
+                    if _is_spent(threads):
+                        spent(log).touch()
     os._exit(0)
 
 
@@ -229,6 +240,27 @@ def _leave_process_group() -> None:
     # Else the groups live on in torch's caches, and their threads take time from every later job.
     forget_meshes()
     begun = time.thread_time()
-    gc.collect()
+    # A destructor of torch's lets go of more: what stays now and is garbage later is not found.
+    while gc.collect():
+        pass
     if time.thread_time() - begun > _LONG_SEARCH:
         gc.freeze()
+
+
+def _is_spent(threads: int) -> bool:
+    """Say whether more than a few threads are left of earlier jobs, of `threads` at the beginning.
+
+    Those of a gloo group end with its last reference, and wake a hundred times a second till then.
+    Such a reference may be one that Python does not see: a graph that refers to itself in C++.
+    """
+    if _thread_count() - threads <= _LEFT_THREADS:
+        return False
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    return _thread_count() - threads > _LEFT_THREADS
+
+
+def _thread_count() -> int:
+    """Threads of this process, Python's or not; 0 where the system does not list them."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0

@@ -9,7 +9,7 @@ from tests.fuzz import finds, running
 from tests.fuzz.running import Trial
 from tests.fuzz.subjects import SUBJECTS
 
-COUNTS = {"tp": 400, "cp": 200}
+COUNTS = {"tp": 200, "cp": 100}
 """Programs of a subject in `make test`; FUZZ_PROGRAMS in the environment is another number."""
 SEEDS = range(1, 11)
 """Seeds of `make test-all`, each of which draws `MANY` programs of every subject."""

@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "in parts": {"zero": 2, "num_microbatches": 2},
 }
 """Layouts of two ranks."""
-COUNT = 4
+COUNT = 2
 """Runs of a layout in `make test`; FUZZ_RUNS in the environment is another number."""
 MANY = 150
 """Runs of a layout and a seed in `make test-all`."""

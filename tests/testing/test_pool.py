@@ -195,6 +195,27 @@ def test_a_closed_pool_leaves_no_process() -> None:
             os.kill(pid, 0)
 
 
+_kept: list[object] = []
+
+
+def keep_groups() -> int:
+    """As what refers to itself through torch's C++, where nobody finds it."""
+    dist.init_process_group("gloo")
+    _kept.extend(dist.new_group([0, 1]) for _ in range(4))
+    return os.getpid()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system lists no threads")
+def test_a_worker_that_keeps_the_threads_of_its_jobs_is_replaced() -> None:
+    """Each group has one that wakes a hundred times a second, in every later job."""
+    with WorkerPool(2) as pool:
+        first = pool.run(2, keep_groups)
+        # The pool may ask before the worker has looked.
+        later = [{pid for _, pid in pool.run(2, all_reduce, 1.0)} for _ in range(20)]
+    assert later[-1].isdisjoint(first)
+    assert later[-1] == later[-2]
+
+
 def reduced() -> list[float]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
