@@ -20,6 +20,7 @@ from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.strategy.group_weights import GroupWeights, StageState
 from lightning_megatron.strategy.optimizer_parameters import optimizers_of_users
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.strategy.wide_weights import WideWeights, overridden
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.divided_gradient import DividedGradients
 from lightning_megatron.whole.memory import on_memory
@@ -51,6 +52,7 @@ class WeightWatch:
         self._stages: StageWeights | None = None
         self._by_hand: GradientsByHand | None = None
         self._late_hooks: LateHooks | None = None
+        self._wide: WideWeights | None = None
         self._goes_on = False
         """Whether the run is between two layouts."""
 
@@ -65,6 +67,7 @@ class WeightWatch:
             self._stages = self._run.precision.stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places, self._run.module)
+        self._let_hooks_widen()
         if gradients.spread or self._run.steps.interleaves:
             self._late_hooks = LateHooks(gradients)
         by_hand = self._by_hand = self._gradients_by_hand(gradients)
@@ -77,6 +80,24 @@ class WeightWatch:
             for optimizer in optimizers_of_users(self._run):
                 clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
+
+    def _let_hooks_widen(self) -> None:
+        """Have weights be wide in the hooks around epochs that ranks have; collective."""
+        run = self._run
+        if run.precision.types.parameters is None:
+            return
+        own = overridden(run.trainer, run.module)
+        hooks = set[str]().union(*Peers(run.host_group).all_gather(own))
+        if hooks:
+            self._wide = WideWeights(run.trainer, hooks, self._widen)
+
+    def _widen(self) -> None:
+        self._run.parallel.data.widen()
+
+    def narrow(self) -> None:
+        """Let weights be as steps compute with them, after hooks that saw them at rest."""
+        if self._wide is not None:
+            self._run.parallel.data.narrow()
 
     @contextmanager
     def making_optimizers(self) -> Iterator[None]:
@@ -116,6 +137,9 @@ class WeightWatch:
         if self._late_hooks is not None:
             self._late_hooks.close()
             self._late_hooks = None
+        if self._wide is not None:
+            self._wide.detach()
+            self._wide = None
         if self._divided is not None:
             vars(self._run.module).pop("zero_grad", None)
             self._divided.end()

@@ -1,0 +1,183 @@
+"""Hooks around epochs see float32 weights under mixed precision, as in plain Lightning.
+
+The rates are so small that steps in 16 bits, which ranks round differently, move no weight by as
+much as a rounding to 16 bits would.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import PipelineSequential, gather
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.testing import WorkerPool
+from tests.strategy.small import WIDTH, Small, dp_of, make_trainer, samples
+
+
+class Coder(nn.Module):
+    """Has more than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.decode(self.encode(x)))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))
+
+    def decode(self, h: Tensor) -> Tensor:
+        y: Tensor = self.down(h)
+        return y
+
+
+class AtRest(Small):
+    """Notes what hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = PipelineSequential(
+            first=nn.Linear(WIDTH, WIDTH),
+            coder=Coder(),
+            block=nn.Sequential(ColumnParallelLinear(WIDTH, 8), RowParallelLinear(8, WIDTH)),
+            head=nn.Linear(WIDTH, WIDTH),
+        )
+        self.lr = 1e-4
+        self.seen: list[float] = []
+
+    def probe(self) -> Tensor:
+        return torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+
+    def look(self) -> None:
+        raise NotImplementedError
+
+    def on_train_start(self) -> None:
+        self.look()
+
+    def on_train_epoch_start(self) -> None:
+        self.look()
+
+    def on_train_epoch_end(self) -> None:
+        self.look()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def on_validation_epoch_start(self) -> None:
+        self.look()
+
+    def on_validation_epoch_end(self) -> None:
+        self.look()
+
+    def on_train_end(self) -> None:
+        self.look()
+
+    def note(self, value: Any) -> None:
+        self.seen.append(float(value))
+
+
+class Reads(AtRest):
+    def look(self) -> None:
+        for p in self.parameters():
+            self.note(p.detach().norm())
+            self.note(p.dtype is torch.float32)
+        self.note(sum(v.sum() for v in self.state_dict().values()))
+
+
+class Calls(AtRest):
+    """Calls layers, and methods of theirs."""
+
+    def look(self) -> None:
+        with torch.no_grad():
+            self.note(self.net.first(self.probe()).square().mean())
+            self.note(self.net.coder(self.probe()).square().mean())
+            self.note(self.net.coder.encode(self.probe()).square().mean())
+            self.note(self.net(self.probe()).square().mean())
+
+
+class Infers(Calls):
+    """The same in inference mode."""
+
+    def look(self) -> None:
+        with torch.inference_mode():
+            super().look()
+        super().look()
+
+
+class Copies(AtRest):
+    def on_train_epoch_start(self) -> None:
+        self.twin = [copy.deepcopy(self.net).to(self.device).eval()]
+
+    def look(self) -> None:
+        twin = copy.deepcopy(self.net.coder).to(self.device)
+        with torch.inference_mode():
+            self.note(twin(self.probe()).square().mean())
+            self.note(twin.encode(self.probe()).square().mean())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with torch.no_grad():
+            aim = self.twin[0](x)
+        return nn.functional.mse_loss(self.net(x), y + aim)
+
+
+class Differentiates(AtRest):
+    def look(self) -> None:
+        with torch.enable_grad():
+            loss = self.net(self.probe()).square().mean()
+            loss.backward()
+        self.note(loss)
+        for p in self.parameters():
+            self.note(p.grad.norm())
+        self.zero_grad()
+
+
+class AsksAutograd(AtRest):
+    def look(self) -> None:
+        with torch.enable_grad():
+            loss = self.net.coder(self.probe()).square().mean()
+            for g in torch.autograd.grad(loss, list(self.net.coder.parameters())):
+                self.note(g.norm())
+
+
+class Writes(AtRest):
+    def look(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(1 - 2**-12)
+            self.net.head.bias.data = self.net.head.bias.data + 2**-14
+        self.note(sum(p.detach().sum() for p in self.parameters()))
+
+
+KINDS = {k.__name__: k for k in (Reads, Calls, Infers, Copies, Differentiates, AsksAutograd, Writes)}
+Found = dict[str, Any]
+
+
+def data(dp: int) -> Any:
+    dataset = [(x.float(), y.float()) for x, y in samples()]
+    return DataLoader(dataset, batch_size=8 // dp)
+
+
+def look(layout: Mapping[str, Any] | None, devices: int, names: Any, precision: str) -> Found:
+    found: Found = {}
+    for name in names:
+        module = KINDS[name]()
+        options = {"precision": precision, "max_epochs": 2, "limit_val_batches": 1}
+        trainer = make_trainer(layout, devices, **options)
+        try:
+            trainer.fit(module, data(dp_of(devices, layout or {})), data(1))
+        except Exception as error:
+            import traceback
+            found[name] = traceback.format_exc()[-3000:] #f"{type(error).__name__}: {error}"
+            continue
+        found[name] = module.seen, {n: v.float() for n, v in gather(module).items()}
+    return found
