@@ -22,7 +22,7 @@ _KEY = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
 
 def with_modules_at_rest(checkpoint: dict[str, Any], parallel: ParallelModule) -> dict[str, Any]:
-    """Return a checkpoint with copies of the networks that a run has narrowed or spread; collective.
+    """Return a checkpoint with copies of networks that the run has narrowed or spread; collective.
 
     Args:
         checkpoint: as Lightning has collected it.

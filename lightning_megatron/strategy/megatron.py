@@ -611,6 +611,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch; what the hooks around it draw (augmentations) is drawn as in a step."""
+        self.weight_watch.narrow()
         if not transforms_batches(self.module):
             return super().batch_to_device(batch, device, dataloader_idx)
         seeds = self.parallel.topology.step_seeds

@@ -53,6 +53,8 @@ class WeightWatch:
         self._by_hand: GradientsByHand | None = None
         self._late_hooks: LateHooks | None = None
         self._wide: WideWeights | None = None
+        self._is_wide = False
+        """Whether hooks around epochs see weights."""
         self._goes_on = False
         """Whether the run is between two layouts."""
 
@@ -92,12 +94,19 @@ class WeightWatch:
             self._wide = WideWeights(run.trainer, hooks, self._widen)
 
     def _widen(self) -> None:
+        self._is_wide = True
         self._run.parallel.data.widen()
+        if self._stages is not None:
+            self._stages.change_formats(at_rest=True)
 
     def narrow(self) -> None:
         """Let weights be as steps compute with them, after hooks that saw them at rest."""
-        if self._wide is not None:
-            self._run.parallel.data.narrow()
+        if not self._is_wide:
+            return
+        self._is_wide = False
+        self._run.parallel.data.narrow()
+        if self._stages is not None:
+            self._stages.change_formats(at_rest=False)
 
     @contextmanager
     def making_optimizers(self) -> Iterator[None]:
@@ -131,15 +140,11 @@ class WeightWatch:
                     item.show(None)
                 elif isinstance(item, PipelineSequential):
                     vars(item).pop("around_items", None)
-        if self._by_hand is not None:
-            self._by_hand.close()
-            self._by_hand = None
-        if self._late_hooks is not None:
-            self._late_hooks.close()
-            self._late_hooks = None
-        if self._wide is not None:
-            self._wide.detach()
-            self._wide = None
+        for watch in (self._by_hand, self._late_hooks, self._wide):
+            if watch is not None:
+                watch.close()
+        self._by_hand = self._late_hooks = self._wide = None
+        self._is_wide = False
         if self._divided is not None:
             vars(self._run.module).pop("zero_grad", None)
             self._divided.end()
@@ -319,6 +324,7 @@ class WeightWatch:
                     owner=topology.pp.rank,
                     shape=tuple(place_of_role(role, topology).shape),
                     dtype=p.dtype,
+                    at_rest=p.dtype if role.rows is None else role.rows.values.dtype,
                     requires_grad=p.requires_grad,
                     group=groups.get(id(p)),
                 )

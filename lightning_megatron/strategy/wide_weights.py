@@ -57,6 +57,6 @@ class WideWeights(Callback):
         with torch.inference_mode(False), torch.no_grad():
             self._widen()
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Be no callback any more."""
         self._callbacks.remove(self)

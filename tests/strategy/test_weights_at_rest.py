@@ -5,16 +5,15 @@ much as a rounding to 16 bits would.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import PipelineSequential, gather
+from lightning_megatron import Fp16Precision, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import WIDTH, Small, dp_of, make_trainer, samples
@@ -86,6 +85,8 @@ class AtRest(Small):
 
 
 class Reads(AtRest):
+    """Reads numbers and formats of weights."""
+
     def look(self) -> None:
         for p in self.parameters():
             self.note(p.detach().norm())
@@ -104,6 +105,15 @@ class Calls(AtRest):
             self.note(self.net(self.probe()).square().mean())
 
 
+class CallsTrunk(AtRest):
+    """Calls what may be on several stages, in inference mode and without gradients."""
+
+    def look(self) -> None:
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                self.note(self.net(self.probe()).square().mean())
+
+
 class Infers(Calls):
     """The same in inference mode."""
 
@@ -114,6 +124,8 @@ class Infers(Calls):
 
 
 class Copies(AtRest):
+    """Calls copies of layers in hooks and in steps."""
+
     def on_train_epoch_start(self) -> None:
         self.twin = [copy.deepcopy(self.net).to(self.device).eval()]
 
@@ -131,6 +143,8 @@ class Copies(AtRest):
 
 
 class Differentiates(AtRest):
+    """Runs backwards."""
+
     def look(self) -> None:
         with torch.enable_grad():
             loss = self.net(self.probe()).square().mean()
@@ -142,6 +156,8 @@ class Differentiates(AtRest):
 
 
 class AsksAutograd(AtRest):
+    """Asks for gradients."""
+
     def look(self) -> None:
         with torch.enable_grad():
             loss = self.net.coder(self.probe()).square().mean()
@@ -150,34 +166,79 @@ class AsksAutograd(AtRest):
 
 
 class Writes(AtRest):
+    """Changes weights, by less than a rounding to 16 bits."""
+
     def look(self) -> None:
         with torch.no_grad():
             for p in self.parameters():
-                p.mul_(1 - 2**-12)
-            self.net.head.bias.data = self.net.head.bias.data + 2**-14
+                p.mul_(1 - 2**-10)
+            self.net.head.bias.data = self.net.head.bias.data + 2**-12
         self.note(sum(p.detach().sum() for p in self.parameters()))
 
 
-KINDS = {k.__name__: k for k in (Reads, Calls, Infers, Copies, Differentiates, AsksAutograd, Writes)}
-Found = dict[str, Any]
+KINDS = {
+    k.__name__: k
+    for k in (Reads, Calls, CallsTrunk, Infers, Copies, Differentiates, AsksAutograd, Writes)
+}
+Found = dict[str, tuple[list[float], dict[str, Tensor]]]
 
 
-def data(dp: int) -> Any:
-    dataset = [(x.float(), y.float()) for x, y in samples()]
-    return DataLoader(dataset, batch_size=8 // dp)
-
-
-def look(layout: Mapping[str, Any] | None, devices: int, names: Any, precision: str) -> Found:
+def look(
+    layout: Mapping[str, Any] | None, devices: int, names: Sequence[str], **options: Any
+) -> Found:
     found: Found = {}
+    dataset = [(x.float(), y.float()) for x, y in samples()]
     for name in names:
         module = KINDS[name]()
-        options = {"precision": precision, "max_epochs": 2, "limit_val_batches": 1}
-        trainer = make_trainer(layout, devices, **options)
-        try:
-            trainer.fit(module, data(dp_of(devices, layout or {})), data(1))
-        except Exception as error:
-            import traceback
-            found[name] = traceback.format_exc()[-3000:] #f"{type(error).__name__}: {error}"
-            continue
-        found[name] = module.seen, {n: v.float() for n, v in gather(module).items()}
+        trainer = make_trainer(layout, devices, max_epochs=2, limit_val_batches=1, **options)
+        own = DataLoader(dataset, batch_size=8 // dp_of(devices, layout or {}))
+        trainer.fit(module, own, DataLoader(dataset, batch_size=8))
+        found[name] = module.seen, gather(module)
     return found
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> Found:
+    found: Found = pool.run(1, look, None, 1, tuple(KINDS), precision="bf16-mixed")[0]
+    return found
+
+
+BF16 = {"precision": "bf16-mixed"}
+FP16 = {"precision": "32-true", "plugins": Fp16Precision(initial_scale=1.0)}
+"""Of which ``precision="16-mixed"`` makes bfloat16 on CPUs."""
+FEW = ("Calls", "Copies", "Writes")
+OF_STAGES = ("Reads", "CallsTrunk", "Writes")
+"""What hooks of a pipeline may do."""
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout", "names", "options"),
+    [
+        (1, {}, (*KINDS,), BF16),
+        (2, {"zero": 1}, (*KINDS,), BF16),
+        (2, {"zero": 3}, ("Calls", "Infers", "Copies", "Differentiates"), BF16),
+        (2, {"tp": 2}, FEW, BF16),
+        (2, {"pp": 2}, OF_STAGES, BF16),
+        pytest.param(1, {}, (*KINDS,), FP16, marks=pytest.mark.thorough),
+        pytest.param(2, {"zero": 0}, (*KINDS,), BF16, marks=pytest.mark.thorough),
+        pytest.param(2, {"zero": 2}, (*KINDS,), FP16, marks=pytest.mark.thorough),
+        pytest.param(2, {"zero": 3}, ("Reads", *OF_STAGES), FP16, marks=pytest.mark.thorough),
+        pytest.param(2, {"tp": 2}, (*KINDS,), FP16, marks=pytest.mark.thorough),
+        pytest.param(4, {"pp": 2, "zero": 3}, OF_STAGES, BF16, marks=pytest.mark.thorough),
+        pytest.param(4, {"tp": 2, "zero": 1}, (*KINDS,), BF16, marks=pytest.mark.thorough),
+    ],
+    ids=lambda value: f"{len(value)} kinds" if isinstance(value, tuple) else str(value),
+)
+def test_hooks_see_weights_as_in_plain_lightning(
+    pool: WorkerPool,
+    alone: Found,
+    devices: int,
+    layout: dict[str, Any],
+    names: Sequence[str],
+    options: dict[str, Any],
+) -> None:
+    for found in pool.run(devices, look, layout, devices, names, **options):
+        for name, (seen, weights) in found.items():
+            expected, trained = alone[name]
+            torch.testing.assert_close(seen, expected, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(weights, trained, rtol=2e-5, atol=2e-5)
