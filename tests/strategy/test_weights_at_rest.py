@@ -183,14 +183,25 @@ KINDS = {
 Found = dict[str, tuple[list[float], dict[str, Tensor]]]
 
 
+BF16, FP16 = "bf16-mixed", "float16"
+
+
+def options_of(precision: str) -> dict[str, Any]:
+    """Options of a Trainer; on CPUs Lightning makes bfloat16 of ``precision="16-mixed"``."""
+    if precision == FP16:
+        return {"precision": None, "plugins": Fp16Precision(initial_scale=1.0)}
+    return {"precision": precision}
+
+
 def look(
-    layout: Mapping[str, Any] | None, devices: int, names: Sequence[str], **options: Any
+    layout: Mapping[str, Any] | None, devices: int, names: Sequence[str], precision: str
 ) -> Found:
     found: Found = {}
+    options = {**options_of(precision), "max_epochs": 2, "limit_val_batches": 1}
     dataset = [(x.float(), y.float()) for x, y in samples()]
     for name in names:
         module = KINDS[name]()
-        trainer = make_trainer(layout, devices, max_epochs=2, limit_val_batches=1, **options)
+        trainer = make_trainer(layout, devices, **options)
         own = DataLoader(dataset, batch_size=8 // dp_of(devices, layout or {}))
         trainer.fit(module, own, DataLoader(dataset, batch_size=8))
         found[name] = module.seen, gather(module)
@@ -199,20 +210,17 @@ def look(
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool) -> Found:
-    found: Found = pool.run(1, look, None, 1, tuple(KINDS), precision="bf16-mixed")[0]
+    found: Found = pool.run(1, look, None, 1, tuple(KINDS), BF16)[0]
     return found
 
 
-BF16 = {"precision": "bf16-mixed"}
-FP16 = {"precision": "32-true", "plugins": Fp16Precision(initial_scale=1.0)}
-"""Of which ``precision="16-mixed"`` makes bfloat16 on CPUs."""
 FEW = ("Calls", "Copies", "Writes")
 OF_STAGES = ("Reads", "CallsTrunk", "Writes")
 """What hooks of a pipeline may do."""
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout", "names", "options"),
+    ("devices", "layout", "names", "precision"),
     [
         (1, {}, (*KINDS,), BF16),
         (2, {"zero": 1}, (*KINDS,), BF16),
@@ -235,9 +243,9 @@ def test_hooks_see_weights_as_in_plain_lightning(
     devices: int,
     layout: dict[str, Any],
     names: Sequence[str],
-    options: dict[str, Any],
+    precision: str,
 ) -> None:
-    for found in pool.run(devices, look, layout, devices, names, **options):
+    for found in pool.run(devices, look, layout, devices, names, precision):
         for name, (seen, weights) in found.items():
             expected, trained = alone[name]
             torch.testing.assert_close(seen, expected, rtol=2e-5, atol=2e-5)
