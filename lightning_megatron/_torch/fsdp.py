@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,13 +77,51 @@ def gather_through(units: Sequence[FSDPModule], weight: DTensor, extension: Any)
                     # Materialised weights are taken over at the first forward, else, and shards
                     # that need padding replaced.
                     parameter.reset_sharded_param()
-                    parameter.all_gather_outputs = []
-                    parameter.__dict__.pop("_unsharded_param", None)
+                    _forget_gathered(parameter)
     shard: Any = weight._local_tensor
     if extension is not None:
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = extension.before, extension.after
     elif hasattr(shard, "fsdp_pre_all_gather"):
         del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
+
+
+def gather_at_rest(unit: FSDPModule) -> Callable[[], None]:
+    """Have FSDP2 gather the parameters of a unit as they are at rest (2.11-2.15).
+
+    Args:
+        unit: whose parameters are sharded at this moment, as they are to be when this is undone.
+
+    Returns:
+        A function that undoes it.
+    """
+    groups = parameter_groups(unit._get_fsdp_state())
+    policies = [group.mp_policy for group in groups]
+    shards = [p.sharded_param._local_tensor for group in groups for p in group.fsdp_params]
+    extensions = [{n: vars(x).pop(n) for n in _EXTENSION if n in vars(x)} for x in shards]
+
+    def gather_by(chosen: Sequence[Any]) -> None:
+        for group, policy in zip(groups, chosen, strict=True):
+            group.mp_policy = policy
+            group._init_mp_dtypes()
+            for parameter in group.fsdp_params:
+                _forget_gathered(parameter)
+
+    def undo() -> None:
+        for shard, extension in zip(shards, extensions, strict=True):
+            vars(shard).update(extension)
+        gather_by(policies)
+
+    gather_by([replace(policy, param_dtype=None) for policy in policies])
+    return undo
+
+
+def _forget_gathered(parameter: Any) -> None:
+    """Drop what FSDP2 has prepared to gather a parameter in one format."""
+    parameter.all_gather_outputs = []
+    parameter.__dict__.pop("_unsharded_param", None)
+
+
+_EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def move_outside_units(module: nn.Module, device: torch.device) -> None:
@@ -330,11 +369,22 @@ def _plain_copy(unit: FSDPModule, memo: dict[int, Any]) -> nn.Module:
     made = kind.__new__(kind)
     memo[id(unit)] = made
     vars(made).update(copy.deepcopy(_without_hooks(vars(unit), dropped), memo))
-    for module in made.modules():
+    forget_units(made, [unit])
+    return made
+
+
+def forget_units(copied: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Take from a copy of a module what FSDP2 and this package have added to the original.
+
+    Args:
+        copied: of a module with units in it, or in a unit.
+        units: of the original.
+    """
+    dropped = {handle.id for unit in units for handle in _hooks_of(unit)}
+    for module in copied.modules():
         vars(module).update(_without_hooks(vars(module), dropped))
         for name in _MANAGED:
             vars(module).pop(name, None)
-    return made
 
 
 def _without_hooks(attributes: dict[str, Any], dropped: set[int]) -> dict[str, Any]:
@@ -394,7 +444,11 @@ def _leave_in_group(group: Any) -> None:
         lent.append(_lent(group))
         if lent[-1] and len(lent[-1]) == len(group.fsdp_params):
             return args[1:]
-        found = before(*args)
+        if torch.is_inference_mode_enabled():  # what is gathered serves other forwards, too
+            with torch.inference_mode(False), torch.no_grad():
+                found = before(*args)
+        else:
+            found = before(*args)
         _put(lent[-1])
         return found
 

@@ -7,6 +7,7 @@ sums ``2 c + 1`` numbers over the ranks in forward (mean and count, then squared
 nothing cancels), and as many in backward.
 """
 
+import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -57,6 +58,17 @@ class SyncBatchNorm(AnyBatchNorm):
         layer._buffers.update(self._buffers)
         layer.training = self.training
         return layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
+        """Return a layer over the same ranks."""
+        memo[id(self)] = made = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the layer that this one replaced: the ranks are those of one run."""
+        return copy.copy, (self.plain(),)
 
     @override
     def forward(self, input: Tensor) -> Tensor:

@@ -78,6 +78,15 @@ def unwrap(module: nn.Module) -> None:
             held.remove()
 
 
+def unwrap_all(module: nn.Module) -> None:
+    """Remove also what belongs to the blocks (`BlockForward.stays`)."""
+    unwrap(module)
+    for child in module.modules():
+        held = getattr(child.__dict__.get("forward"), "__self__", None)
+        if isinstance(held, BlockForward):
+            held.remove()
+
+
 def address(tensor: Tensor) -> int:
     """Address of the first byte of a tensor, or of this rank's part of it."""
     local = shard_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -21,7 +21,7 @@ from lightning_megatron.layers.batch_norm import use_own_statistics
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.forward_wrapper import BlockForward, unwrap
+from lightning_megatron.parallel.forward_wrapper import unwrap_all
 from lightning_megatron.whole.memory import runs_layer
 from lightning_megatron.zero.whole_parameters import WholeParameters
 
@@ -73,12 +73,9 @@ def _plain(name: str) -> str:
 def restore(parallel: ParallelModule) -> None:
     """Leave nothing of a run in a module with whole tensors; parameters are released already."""
     module = parallel.module
-    unwrap(module)
+    unwrap_all(module)
     use_own_statistics(module)
     for child in module.modules():
-        held = getattr(child.__dict__.get("forward"), "__self__", None)
-        if isinstance(held, BlockForward):
-            held.remove()
         if getattr(child, GEMM_BACKEND, None) is not None:
             set_gemm_backend(child, None)
         if isinstance(child, ParallelLayer):

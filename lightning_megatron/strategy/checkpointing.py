@@ -80,6 +80,7 @@ from lightning_megatron.strategy.checkpoint_paths import (
     rotations,
 )
 from lightning_megatron.strategy.data.loaders import DataLoading
+from lightning_megatron.strategy.hyper_parameters import with_modules_at_rest
 from lightning_megatron.strategy.local_checkpoints import LocalCheckpoints
 from lightning_megatron.strategy.preflight.averaging import leave_schedulers_to_averages
 from lightning_megatron.strategy.processes.processes import Processes
@@ -306,6 +307,7 @@ class Checkpointing:
     def _content(self, checkpoint: dict[str, Any]) -> "_Content":
         """Complete what Lightning has collected; collective."""
         self._described = None
+        checkpoint = with_modules_at_rest(checkpoint, self._run.parallel)
         checkpoint, model = self._take_state(checkpoint)
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self._run.parallel.topology, self._run.trainer

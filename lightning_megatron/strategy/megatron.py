@@ -589,6 +589,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight_watch.narrow()
         self.data.check(batch, self)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
@@ -610,6 +611,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch; what the hooks around it draw (augmentations) is drawn as in a step."""
+        self.weight_watch.narrow()
         if not transforms_batches(self.module):
             return super().batch_to_device(batch, device, dataloader_idx)
         seeds = self.parallel.topology.step_seeds
@@ -676,6 +678,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
             self.checkpoints.before_update()  # there may have been no backward of this strategy's
+        self.weight_watch.narrow()  # a hook around epochs may step
         closure = self.recovery.begin_update(closure)
         self.weight_watch.show_groups(getattr(optimizer, "optimizer", optimizer))
         with self.data.scaled_rates(optimizer):
@@ -763,6 +766,7 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         """Context of a batch that does not train."""
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
         watch = self.weight_watch
+        watch.narrow()
         with self._around_step(), watch.on_own_stage(), watch.own_backwards():
             yield
         self.stop.end_evaluation()

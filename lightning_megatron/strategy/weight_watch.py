@@ -20,6 +20,7 @@ from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.strategy.group_weights import GroupWeights, StageState
 from lightning_megatron.strategy.optimizer_parameters import optimizers_of_users
 from lightning_megatron.strategy.run import Run
+from lightning_megatron.strategy.wide_weights import WideWeights, overridden
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.divided_gradient import DividedGradients
 from lightning_megatron.whole.memory import on_memory
@@ -51,6 +52,9 @@ class WeightWatch:
         self._stages: StageWeights | None = None
         self._by_hand: GradientsByHand | None = None
         self._late_hooks: LateHooks | None = None
+        self._wide: WideWeights | None = None
+        self._is_wide = False
+        """Whether hooks around epochs see weights."""
         self._goes_on = False
         """Whether the run is between two layouts."""
 
@@ -65,6 +69,7 @@ class WeightWatch:
             self._stages = self._run.precision.stages = self._show_stages(gradients, trunk)
         places = weight_places(gradients, self._stages)
         self._parts = WeightParts(places, self._run.module)
+        self._let_hooks_widen()
         if gradients.spread or self._run.steps.interleaves:
             self._late_hooks = LateHooks(gradients)
         by_hand = self._by_hand = self._gradients_by_hand(gradients)
@@ -77,6 +82,31 @@ class WeightWatch:
             for optimizer in optimizers_of_users(self._run):
                 clear = _clearing(optimizer.zero_grad, gradients, self._stages, by_hand)
                 vars(optimizer)["zero_grad"] = clear
+
+    def _let_hooks_widen(self) -> None:
+        """Have weights be wide in the hooks around epochs that ranks have; collective."""
+        run = self._run
+        if run.precision.types.parameters is None:
+            return
+        own = overridden(run.trainer, run.module)
+        hooks = set[str]().union(*Peers(run.host_group).all_gather(own))
+        if hooks:
+            self._wide = WideWeights(run.trainer, hooks, self._widen)
+
+    def _widen(self) -> None:
+        self._is_wide = True
+        self._run.parallel.data.widen()
+        if self._stages is not None:
+            self._stages.change_formats(at_rest=True)
+
+    def narrow(self) -> None:
+        """Let weights be as steps compute with them, after hooks that saw them at rest."""
+        if not self._is_wide:
+            return
+        self._is_wide = False
+        self._run.parallel.data.narrow()
+        if self._stages is not None:
+            self._stages.change_formats(at_rest=False)
 
     @contextmanager
     def making_optimizers(self) -> Iterator[None]:
@@ -110,12 +140,11 @@ class WeightWatch:
                     item.show(None)
                 elif isinstance(item, PipelineSequential):
                     vars(item).pop("around_items", None)
-        if self._by_hand is not None:
-            self._by_hand.close()
-            self._by_hand = None
-        if self._late_hooks is not None:
-            self._late_hooks.close()
-            self._late_hooks = None
+        for watch in (self._by_hand, self._late_hooks, self._wide):
+            if watch is not None:
+                watch.close()
+        self._by_hand = self._late_hooks = self._wide = None
+        self._is_wide = False
         if self._divided is not None:
             vars(self._run.module).pop("zero_grad", None)
             self._divided.end()
@@ -295,6 +324,7 @@ class WeightWatch:
                     owner=topology.pp.rank,
                     shape=tuple(place_of_role(role, topology).shape),
                     dtype=p.dtype,
+                    at_rest=p.dtype if role.rows is None else role.rows.values.dtype,
                     requires_grad=p.requires_grad,
                     group=groups.get(id(p)),
                 )

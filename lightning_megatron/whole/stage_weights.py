@@ -86,7 +86,9 @@ class StageWeight:
     shape: tuple[int, ...]
     """Shape of the whole."""
     dtype: torch.dtype
-    """Number format."""
+    """Number format in steps."""
+    at_rest: torch.dtype
+    """Number format in hooks around epochs, and after the run."""
     requires_grad: bool
     """Whether it is trained."""
     group: tuple[int, int] | None = None
@@ -241,6 +243,18 @@ class StageWeights:
         made.stages, made.owner, made.own, made.twin = self, owner, own, twin
         made.weight_name, made.origin = name, zlib.crc32(name.encode())
         return made
+
+    def change_formats(self, *, at_rest: bool) -> None:
+        """Let what stands for others' weights have their format at rest, or that of steps."""
+        for name, weight in self._absent.items():
+            known = self._known[name]
+            dtype = known.at_rest if at_rest else known.dtype
+            if weight.twin.dtype is dtype:
+                continue
+            weight.twin = torch.empty(known.shape, dtype=dtype, device="meta")
+            weight.twin.requires_grad_(known.requires_grad)
+            with DisableTorchFunctionSubclass():
+                weight.data = stand_in(StageTensor, weight.twin, weight.twin.shape, weight.device)
 
     def weight(self, name: str) -> Tensor:
         """The weight with a canonical name: this rank's, or what stands for another's."""

@@ -399,6 +399,9 @@ def whole_weight(leaf: Any) -> Any:
     All ranks with the other parts must call this. Gradients pass.
     """
     place = place_of(leaf)
+    if torch.is_inference_mode_enabled() and isinstance(leaf, DTensor):
+        with torch.inference_mode(False), torch.no_grad():  # torch cannot detach a DTensor there
+            return whole_weight(leaf)
     if place is None:
         return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
     with DisableTorchFunctionSubclass():

@@ -168,6 +168,18 @@ class ZeroDataParallel(Protocol):
         """Bring into the parameters what was written to this rank's part; collective."""
         ...
 
+    def widen(self) -> bool:
+        """Give parameters, and what is gathered of them, their format at rest; collective.
+
+        Returns:
+            Whether that has changed anything, and is to be undone.
+        """
+        ...
+
+    def narrow(self) -> None:
+        """Undo `widen`, if it was called; collective."""
+        ...
+
     def come_to_rest(self) -> None:
         """Bring every parameter to its state between steps, as after evaluation."""
         ...

@@ -36,6 +36,7 @@ from lightning_megatron._torch.fsdp import (
     add_hook,
     call_before_backward,
     fill_missing_gradients,
+    gather_at_rest,
     handle_shards_as_memory,
     keep_reduced_gradients_wide,
     leave_other_tensors,
@@ -119,6 +120,7 @@ class FullySharded(ZeroDataParallel):
         self._filled: list[Any] = []
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._hook: Callable[[], None] | None = None
+        self._undo_widen: list[Callable[[], None]] = []
 
     def wrap(
         self,
@@ -319,6 +321,7 @@ class FullySharded(ZeroDataParallel):
         if collective:
             self._forget_sent()
         self._sent = None
+        self.narrow()
         self.come_to_rest()
 
     @override
@@ -378,6 +381,22 @@ class FullySharded(ZeroDataParallel):
             # The last unit has none after it; its own is there already, and keeps FSDP2 from
             # choosing another.
             each.set_modules_to_backward_prefetch([backwards[min(index + 1, len(backwards) - 1)]])
+
+    @override
+    def widen(self) -> bool:
+        if self._policy.param_dtype is None or self._undo_widen:
+            return False
+        self.come_to_rest()
+        self._undo_widen = [gather_at_rest(unit) for unit in self._units]
+        return True
+
+    @override
+    def narrow(self) -> None:
+        if self._undo_widen:
+            self.come_to_rest()
+            for undo in self._undo_widen:
+                undo()
+            self._undo_widen = []
 
     @override
     def come_to_rest(self) -> None:

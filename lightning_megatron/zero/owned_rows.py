@@ -88,6 +88,7 @@ class OwnedRows:
         self._wide: torch.dtype | None = None
         self._device: torch.device | None = None
         self._values: Tensor | None = None
+        self._narrow: Tensor | None = None
         self._address = 0
         self._ahead = False
         self._kept_apart = wide, narrow, summed_in, device
@@ -290,6 +291,38 @@ class OwnedRows:
                 self.part_of(self.parameter.detach()).copy_(self.expected())
         self._ahead = False
 
+    def widen(self) -> None:
+        """Let the parameter have the format of the rows, and their values; others' rows are narrow.
+
+        What is written to it until `narrow` reaches the rows.
+        """
+        if self._wide is None or self._narrow is not None:
+            return
+        values, parameter = self.refresh(), self.parameter
+        self._narrow = parameter.detach()
+        with torch.no_grad():
+            whole = self._narrow.to(values.dtype)
+            self.part_of(whole).copy_(values)
+        self._replace(whole, values.dtype)
+
+    def narrow(self) -> None:
+        """Undo `widen`."""
+        if self._narrow is None:
+            return
+        self.refresh()
+        narrow, self._narrow = self._narrow, None
+        with torch.no_grad():
+            narrow.copy_(self.parameter.detach())
+        self._replace(narrow, self._kept_apart[2] or self._wide)
+
+    def _replace(self, data: Tensor, gradients: torch.dtype | None) -> None:
+        """Put other memory in the place of the parameter's, with gradients in a format."""
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = data
+        parameter.grad_dtype = gradients
+        parameter.grad = None if gradient is None else gradient.to(gradients)
+
     def part_again(self) -> None:
         """Undo `become_whole`."""
         if not self.is_copy:
@@ -303,10 +336,7 @@ class OwnedRows:
         with torch.no_grad():
             whole = parameter.detach().to(values.dtype, copy=True)
             self.part_of(whole).copy_(values)
-        gradient, parameter.grad = parameter.grad, None
-        parameter.data = whole
-        parameter.grad_dtype = whole.dtype
-        parameter.grad = None if gradient is None else gradient.to(whole.dtype)
-        self._wide = self._device = self.round_trip = None
+        self._replace(whole, whole.dtype)
+        self._narrow = self._wide = self._device = self.round_trip = None
         self._values = None
         self._ahead = False

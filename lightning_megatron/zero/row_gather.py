@@ -13,7 +13,7 @@ first forward that needs a weight; but anything may read weights before and besi
 nothing would tell it to wait.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -97,10 +97,17 @@ class RowGather:
         """
         key = tuple(map(id, members))
         if key not in self._plans:
-            self._plans[key] = self._in_buckets(members)
-        for bucket in self._plans[key]:
+            self._plans[key] = self._in_buckets(members, self.codecs)
+        self._gather(self._plans[key])
+
+    def gather_plainly(self, members: Sequence[OwnedRows]) -> None:
+        """`gather` without codecs, in the formats that the parameters have at this moment."""
+        self._gather(self._in_buckets(members, {}))
+
+    def _gather(self, buckets: Sequence[_Bucket]) -> None:
+        for bucket in buckets:
             self._start(bucket)
-        for bucket in self._plans[key]:
+        for bucket in buckets:
             self._finish(bucket)
 
     def gather_gradients(self, members: Sequence[OwnedRows]) -> None:
@@ -139,12 +146,14 @@ class RowGather:
             for rows, parts in zip(members, pieces, strict=True):
                 rows.take_whole_gradient(parts)
 
-    def _in_buckets(self, members: Sequence[OwnedRows]) -> list[_Bucket]:
+    def _in_buckets(
+        self, members: Sequence[OwnedRows], codecs: Mapping[nn.Parameter, RowCodec]
+    ) -> list[_Bucket]:
         buckets: list[_Bucket] = []
         open_: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
         for rows in members:
             parameter = rows.parameter
-            codec = self.codecs.get(parameter)
+            codec = codecs.get(parameter)
             wire = parameter.dtype if codec is None else codec.dtype
             key = wire, parameter.device
             bucket, size = open_.get(key, (None, self._bucket_bytes))

@@ -74,6 +74,7 @@ class WholeParameters(ZeroDataParallel):
         """Ways back from the owners, and the parameters that each is for."""
         self._blocked = False
         self._whole = not self._divides
+        self._is_wide = False
         self._stepped: WeakKeyDictionary[Optimizer, _Stepped] = WeakKeyDictionary()
         self._reduced: set[nn.Parameter] = set()
         self.rows: dict[nn.Parameter, OwnedRows] = {}
@@ -315,10 +316,33 @@ class WholeParameters(ZeroDataParallel):
 
     @override
     def gather_all(self) -> None:
+        self.narrow()
         for rows in self.rows.values():
             if rows.is_whole:
                 rows.write_back()
         self._gather_rows(self.rows.values())
+
+    @override
+    def widen(self) -> bool:
+        if self._is_wide:
+            return False
+        wider = [rows for rows in self.rows.values() if rows.is_wider]
+        for rows in wider:
+            rows.widen()
+        for gather, own in self._by_gather(wider):
+            gather.gather_plainly(own)
+        self._is_wide = bool(wider)
+        return self._is_wide
+
+    @override
+    def narrow(self) -> None:
+        if not self._is_wide:
+            return
+        self._is_wide = False
+        for rows in self.rows.values():
+            rows.narrow()
+        packed = {parameter for gather, _ in self._gathers for parameter in gather.codecs}
+        self._gather_rows(rows for rows in self.rows.values() if rows.parameter in packed)
 
     @override
     def come_to_rest(self) -> None:
@@ -335,6 +359,7 @@ class WholeParameters(ZeroDataParallel):
 
     @override
     def release(self, *, collective: bool = True) -> None:
+        self._is_wide = False
         narrowed = [rows for rows in self.rows.values() if rows.is_copy]
         for rows in narrowed:
             rows.become_whole()

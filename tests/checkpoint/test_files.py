@@ -304,6 +304,49 @@ def test_what_no_pickle_holds_is_an_error_that_names_its_place(form: Any, tmp_pa
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
 
 
+class Keeps(Small):
+    """Has a network among its hyper-parameters."""
+
+    def __init__(self, net: nn.Module, bare: nn.Module) -> None:
+        super().__init__(lr=1e-3)
+        self.save_hyperparameters()
+        self.net, self.bare = net, bare
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = (part.float() for part in batch)
+        loss = torch.nn.functional.mse_loss(self.net(x) + x * self.bare.weight, y)
+        self.log("loss", loss)
+        return loss
+
+
+def keep(layout: dict[str, Any], devices: int, directory: Path, form: Any) -> None:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH))
+    layout = {**layout, "checkpoint": CheckpointConfig(format=form)}
+    options = {"precision": "bf16-mixed", "sync_batchnorm": True}
+    train(layout, devices, directory, module=Keeps(net, nn.LayerNorm(WIDTH)), **options)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_networks_among_hyper_parameters_are_saved_whole(
+    zero: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    pool.run(2, keep, {"zero": zero}, 2, tmp_path, "file")
+    path = tmp_path / "last.ckpt"
+    content = torch.load(path, weights_only=False)
+    kept = content["hyper_parameters"]
+    kinds = {type(each) for each in kept["net"]}
+    assert kinds == {nn.Linear, nn.LayerNorm, nn.BatchNorm1d}
+    assert not any("forward" in vars(each) for each in kept["net"].modules())
+    for name in ("net", "bare"):
+        for key, value in kept[name].state_dict().items():
+            torch.testing.assert_close(
+                value, content["state_dict"][f"{name}.{key}"], rtol=0, atol=0
+            )
+    loaded = Keeps.load_from_checkpoint(path, weights_only=False)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
 class Answers(Net):
     """Adds to the checkpoint, and finds it again."""
 

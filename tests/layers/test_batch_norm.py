@@ -1,6 +1,7 @@
 """Batch norm over several ranks is batch norm over the whole batch."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ def _deviations(momentum: float | None) -> list[float]:
         (split.eval()(x), whole.eval()(x)),
     ]
     assert list(split.state_dict()) == list(whole.state_dict())
+    assert isinstance(copy.deepcopy(split)[0], SyncBatchNorm)
+    assert type(pickle.loads(pickle.dumps(split))[0]) is nn.BatchNorm2d  # no group to go with it
     return [float((a - b).abs().max()) for a, b in pairs]
 
 

@@ -33,6 +33,8 @@ def main(run: Quickstart) -> None:
     def trainer(epochs: int, name: str) -> RL4COTrainer:
         saver = ModelCheckpoint(run.folder / name, monitor="val/reward", save_last=True)
         options = run.options(default_root_dir=run.folder, callbacks=[saver])
+        # The baseline is copied or not, as each rank finds; with zero=3 all ranks must copy.
+        options["sync_batchnorm"] = run.name == "zero=3"
         return RL4COTrainer(max_epochs=epochs, **options)
 
     model, first = network(), trainer(2, "first")
