@@ -1,8 +1,9 @@
-"""nanoGPT: a network as in its `model.py`, in a LightningModule. The project is in no package index.
+"""nanoGPT: a network as in its `model.py`, in a LightningModule.
 
-Here are its ways, in other code: parts in a ModuleDict, one weight for tokens in and out, a normalization
-whose bias is optional, queries, keys and values of one layer split by width, logits of the last position
-where no targets are given, initial weights by name, and an optimizer with decay for matrices alone.
+The project is in no package index. Here are its ways, in other code: parts in a ModuleDict, one
+weight for tokens in and out, a normalization whose bias is optional, queries, keys and values of one
+layer that are split by width, logits of the last position where no targets are given, initial
+weights by name, and an optimizer with decay for matrices alone.
 """
 
 import copy
@@ -88,7 +89,9 @@ class GPT(nn.Module):
                 scale = math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 / scale)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
         for block in self.transformer.h:
