@@ -47,8 +47,8 @@ def collect_checkpoint(trainer: Trainer) -> dict[str, Any]:
 def callbacks_without_log(trainer: Trainer) -> Iterator[None]:
     """Take the module's ``log`` and ``log_dict`` from the callbacks within the block.
 
-    Lightning makes them attributes of each callback when a run begins. A pickle of a callback, which
-    a module has among its hyper-parameters, would hold the module, in parts.
+    Lightning makes them attributes of each callback when a run begins. A pickle of a callback (a
+    module may have it among its hyper-parameters) would hold the module, in parts.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     taken = [

@@ -1,8 +1,8 @@
 """nanoGPT: a network as in its `model.py`, in a LightningModule.
 
 The project is in no package index. Here are its ways, in other code: parts in a ModuleDict, one
-weight for tokens in and out, a normalization whose bias is optional, queries, keys and values of one
-layer that are split by width, logits of the last position where no targets are given, initial
+weight for tokens in and out, a normalization whose bias is optional, queries, keys and values of
+one layer that are split by width, logits of the last position where no targets are given, initial
 weights by name, and an optimizer with decay for matrices alone.
 """
 
