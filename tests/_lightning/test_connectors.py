@@ -47,7 +47,8 @@ def test_collect_checkpoint() -> None:
 
 def test_callbacks_without_log() -> None:
     def look(trainer: Any, module: Any) -> None:
-        assert note.log.__self__ is module and note.log_dict.__self__ is module
+        assert note.log.__self__ is module
+        assert note.log_dict.__self__ is module
         with callbacks_without_log(trainer):
             assert not {"log", "log_dict"} & vars(note).keys()
         assert note.log.__self__ is module
