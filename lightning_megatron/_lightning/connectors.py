@@ -1,5 +1,7 @@
 """The Trainer's connectors: samplers, checkpoints. All of them are private attributes of it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -39,6 +41,25 @@ def collect_checkpoint(trainer: Trainer) -> dict[str, Any]:
     are saved more often than, and beside, those of ``Trainer.save_checkpoint``.
     """
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+@contextmanager
+def callbacks_without_log(trainer: Trainer) -> Iterator[None]:
+    """Take the module's ``log`` and ``log_dict`` from the callbacks within the block.
+
+    Lightning makes them attributes of each callback when a run begins. A pickle of a callback (a
+    module may have it among its hyper-parameters) would hold the module, in parts.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    taken = [
+        {name: vars(callback).pop(name) for name in ("log", "log_dict") if name in vars(callback)}
+        for callback in callbacks
+    ]
+    try:
+        yield
+    finally:
+        for callback, methods in zip(callbacks, taken, strict=True):
+            vars(callback).update(methods)
 
 
 def requeue_path(trainer: Trainer) -> str:

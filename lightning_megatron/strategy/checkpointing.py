@@ -37,7 +37,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron._lightning.connectors import collect_checkpoint
+from lightning_megatron._lightning.connectors import callbacks_without_log, collect_checkpoint
 from lightning_megatron._lightning.hooks import call_module_hook
 from lightning_megatron._lightning.results import uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
@@ -252,7 +252,7 @@ class Checkpointing:
     ) -> None:
         """Write the checkpoint ``filepath``; collective over all processes."""
         before, self._section_before = self._section_before, None
-        with self._run.clock.section(CHECKPOINT):
+        with self._run.clock.section(CHECKPOINT), callbacks_without_log(self._run.trainer):
             self._save(checkpoint, filepath, storage_options)
         if before is not None:
             self._run.clock.enter(before)
@@ -302,7 +302,8 @@ class Checkpointing:
         assert self.local is not None
         with self._run.clock.section(CHECKPOINT):
             checkpoint = collect_checkpoint(self._run.trainer)
-            self.local.run.save(**vars(self._content(checkpoint)))
+            with callbacks_without_log(self._run.trainer):
+                self.local.run.save(**vars(self._content(checkpoint)))
 
     def _content(self, checkpoint: dict[str, Any]) -> "_Content":
         """Complete what Lightning has collected; collective."""
@@ -435,6 +436,15 @@ class Checkpointing:
         if type(given) is TorchCheckpointIO:
             return []
         name = type(given).__name__
+        if _only_reads(given):
+            options = self._config.needs_directory
+            if self._config.format == "directory":
+                options = ["format='directory'", *options]
+            fault = (
+                f"plugins=[{name}], checkpoint.{', '.join(options)}: the plugin reads files, and "
+                "checkpoints are directories; nearest valid: CheckpointConfig(format='file')"
+            )
+            return [fault] if options else []
         instead = (
             "checkpoint=CheckpointConfig(mode='async')"
             if isinstance(given, AsyncCheckpointIO)
@@ -493,13 +503,18 @@ class Checkpointing:
     # Loading -------------------------------------------------------------------------------------
 
     def load(
-        self, checkpoint_path: str | os.PathLike[str], *, weights_only: bool = True
+        self,
+        checkpoint_path: str | os.PathLike[str],
+        given: CheckpointIO,
+        *,
+        weights_only: bool = True,
     ) -> dict[str, Any]:
         """Open a checkpoint of any layout; `load_weights` loads it. Collective.
 
         Args:
             checkpoint_path: a checkpoint directory, a file that this strategy or Lightning wrote,
                 or ``"auto"`` for the newest valid one.
+            given: what the Trainer was given, which may have a way of its own to read files.
             weights_only: whether objects of classes that are not registered are left out.
 
         Returns:
@@ -523,6 +538,7 @@ class Checkpointing:
                 group=group,
                 weights_only=weights_only and self._config.weights_only,
                 optimizer_names=self._names_of_optimizers() if fitting else None,
+                load_file=None if type(given) is TorchCheckpointIO else given.load_checkpoint,
             ),
             stock=None if self.local is None else self.local.run.stock,
         )
@@ -699,3 +715,13 @@ class Checkpointing:
             if group is not None:
                 topology.keep(group)
         self._background_group = self._local_group = None
+
+
+def _only_reads(given: CheckpointIO) -> bool:
+    """Whether what Lightning's own writes and deletes is what this one does."""
+    own = TorchCheckpointIO
+    return (
+        isinstance(given, own)
+        and type(given).save_checkpoint is own.save_checkpoint
+        and type(given).remove_checkpoint is own.remove_checkpoint
+    )

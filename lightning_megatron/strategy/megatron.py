@@ -820,7 +820,9 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
     ) -> dict[str, Any]:
         """Open a checkpoint of any layout; `load_model_state_dict` loads it. Collective."""
         with self.clock.section(sections.CHECKPOINT):
-            return self.checkpoints.load(checkpoint_path, weights_only=weights_only is not False)
+            return self.checkpoints.load(
+                checkpoint_path, self.checkpoint_io, weights_only=weights_only is not False
+            )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

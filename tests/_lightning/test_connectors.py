@@ -6,6 +6,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_megatron._lightning.connectors import (
+    callbacks_without_log,
     cluster_environment,
     collect_checkpoint,
     divide_data,
@@ -42,6 +43,18 @@ def test_collect_checkpoint() -> None:
     assert {"epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"} <= set(
         checkpoint["loops"]["fit_loop"]
     )
+
+
+def test_callbacks_without_log() -> None:
+    def look(trainer: Any, module: Any) -> None:
+        assert note.log.__self__ is module
+        assert note.log_dict.__self__ is module
+        with callbacks_without_log(trainer):
+            assert not {"log", "log_dict"} & vars(note).keys()
+        assert note.log.__self__ is module
+
+    note: Any = On(on_train_end=look)
+    make_trainer(note).fit(Module())
 
 
 def test_requeue_path(tmp_path: Path) -> None:

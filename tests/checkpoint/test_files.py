@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_megatron import CheckpointConfig, MegatronStrategy, PipelineSequential
@@ -385,6 +386,62 @@ def test_objects_come_back_to_whoever_trusts_them(
     with torch.serialization.safe_globals([Answer]):
         train(layout, 1, tmp_path / "known", epochs=2, path=path, module=module)
     assert isinstance(module.found, Answer)
+
+
+class Holds(Net):
+    """Has the Trainer's callbacks among its hyper-parameters, as neuralforecast's modules."""
+
+    def __init__(self, callbacks: Any = ()) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_a_callback_in_a_checkpoint_does_not_hold_the_module(form: Any, tmp_path: Path) -> None:
+    layout = {"checkpoint": CheckpointConfig(format=form, on_error="raise")}
+    saver = ModelCheckpoint(dirpath=tmp_path, monitor="loss")
+    module = Holds([saver])
+    path = save(layout, 1, tmp_path, module=module, callbacks=[saver])
+    stored = open_checkpoint(path, weights_only=False).state["hyper_parameters"]
+    [found] = stored["callbacks"]
+    assert found.dirpath == saver.dirpath
+    assert "log" not in vars(found)
+    assert saver.log.__self__ is module  # type: ignore[attr-defined]
+
+
+class Reads(TorchCheckpointIO):
+    """Knows a class; darts has one like it."""
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        with torch.serialization.safe_globals([Answer, nn.Tanh]):  # hyper-parameters have the other
+            return super().load_checkpoint(path, *args, **options)
+
+
+class Writes(Reads):
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        super().save_checkpoint(*args, **options)
+
+
+@pytest.mark.parametrize("resumed", [None, {}])
+def test_a_plugin_that_only_reads_files_reads_them(
+    resumed: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """As under plain Lightning, which goes first."""
+    module, plugins = Answers(), [Reads()]
+    path = save({}, 1, tmp_path, module=Answers(Answer()), plugins=plugins)
+    train(resumed, 1, tmp_path / "on", epochs=2, path=path, module=module, plugins=plugins)
+    assert isinstance(module.found, Answer)
+
+
+def test_a_plugin_that_is_not_called_is_refused(tmp_path: Path) -> None:
+    form: dict[str, Any] = {"checkpoint": CheckpointConfig(format="directory")}
+    with pytest.raises(ConfigError, match=r"plugins=\[Writes\]: .* would never call it"):
+        train({}, 1, tmp_path, plugins=[Writes()])
+    with pytest.raises(ConfigError, match=r"plugins=\[Reads\], checkpoint.format='directory': "):
+        train(form, 1, tmp_path, plugins=[Reads()])
+    path = save(form, 1, tmp_path)
+    with pytest.raises(ConfigError, match="is a directory, and Reads.load_checkpoint reads files"):
+        train({}, 1, tmp_path, epochs=2, path=path, plugins=[Reads()])
 
 
 def test_files_are_checkpoints_of_the_commands(

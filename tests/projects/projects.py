@@ -1,7 +1,8 @@
 """The projects, and a virtual environment for each.
 
 An environment has the project's own packages and, by a path, those of the interpreter that runs the
-tests: torch and Lightning are installed once, and pip must not replace them (`HELD`).
+tests: torch and Lightning are installed once, and pip must not replace them (`HELD`), unless the
+project names another version.
 """
 
 import re
@@ -46,7 +47,9 @@ class Project:
             [site] = folder.glob("lib/python*/site-packages")
             (site / "suite.pth").write_text(sysconfig.get_path("purelib") + "\n")
             held = folder / "held.txt"
-            held.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in HELD))
+            own = {re.split(r"[=<\[]", package)[0] for package in self.packages}
+            names = [name for name in HELD if name not in own]
+            held.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in names))
             install = [python, "-m", "pip", "install", "--quiet", "-c", held, *self.packages]
             subprocess.run(install, check=True)
             done.touch()
@@ -61,10 +64,15 @@ PROJECTS = {
     # Its Trainer's `fit` has no `weights_only`, without which plain Lightning does not resume.
     "rl4co": Project(packages=("rl4co==0.7.0",), plain=False, parts=PARTS[:-1], tolerance=0.3),
     "chemprop": Project(packages=("chemprop==2.3.1",)),
+    "darts": Project(packages=("darts==0.48.1",)),
     "finetuning_scheduler": Project(packages=("finetuning-scheduler==2.14.1",)),
     "gluonts": Project(packages=("gluonts[torch]==0.17.0",), plain=False, tolerance=0.3),
+    "nanogpt": Project(),
+    "neuralforecast": Project(packages=("neuralforecast==3.3.0",)),
     "pytorch_forecasting": Project(packages=("pytorch-forecasting==1.8.0",)),
+    "pytorch_tabular": Project(packages=("pytorch-tabular==1.2.0", "torchmetrics==1.8.2")),
     "scvi_tools": Project(packages=("scvi-tools==1.4.2",), plain=False, tolerance=0.3),
     "torch_geometric": Project(packages=("torch-geometric==2.8.1",)),
+    "wav2vec2": Project(),
 }
 """By the module of the quick start."""

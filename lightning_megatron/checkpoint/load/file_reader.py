@@ -2,7 +2,8 @@
 
 The file is mapped into memory, and each rank copies its part of each tensor. Before anything is
 parsed the CRC-32 of every record of the archive is compared, which ranks share. What is no tensor
-is read without code of its author (trainer_state/plain_pickle.py), unless the user trusts it.
+is read without code of its author (trainer_state/plain_pickle.py), unless the user trusts it, or
+has a plugin that reads files in a way of its own.
 
 Optimizer states in a file number the parameters. In our files the names stand beside the numbers.
 Lightning's have none: the parameters of the optimizers that are to be restored, in their order,
@@ -12,7 +13,7 @@ are those that were saved.
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ class Opening:
     optimizer_names: OptimizerNames | None = None
     """Names of the parameters of each optimizer of this run, for files that have none; None to
     leave their optimizer state out."""
+    load_file: Callable[..., Any] | None = None
+    """``load_checkpoint`` of a `CheckpointIO` of the user's, which reads what is in a file; None
+    for this package's way."""
 
     def __call__(self, path: str | os.PathLike[str]) -> CheckpointReader:
         """Open a checkpoint, a directory or a file.
@@ -68,11 +72,18 @@ class Opening:
         Raises:
             DamagedCheckpointError: the checkpoint is not what was written.
             CheckpointError: the checkpoint does not exist or cannot be read.
+            ConfigError: it is a directory, and the user's plugin reads files.
         """
         peers = Peers(self.group, alone=self.alone)
         place, is_file = peers.broadcast(_look(path))
         if is_file:
             return FileReader(place, self)
+        if self.load_file is not None:
+            raise ConfigError(
+                f"{place} is a directory, and {self.load_file.__qualname__} reads files; nearest "
+                "valid: checkpoint=CheckpointConfig(format='file') in the run that saves, or this "
+                "run without the plugin"
+            )
         return CheckpointReader(
             place, group=self.group, alone=self.alone, weights_only=self.weights_only
         )
@@ -100,6 +111,7 @@ class FileReader(CheckpointReader):
 
     def __init__(self, path: AnyPath, opening: Opening) -> None:
         self._optimizer_names = opening.optimizer_names
+        self._load_file = opening.load_file
         self._tensors: dict[str, Tensor] = {}
         super().__init__(
             path, group=opening.group, alone=opening.alone, weights_only=opening.weights_only
@@ -176,6 +188,8 @@ class FileReader(CheckpointReader):
     def _load(self) -> Any:
         file, options = os.fspath(self.directory), {"map_location": "cpu", "mmap": True}
         try:
+            if self._load_file is not None:  # called as Lightning does
+                return self._load_file(file, weights_only=self.weights_only)
             if not self.weights_only:
                 return torch.load(file, weights_only=False, **options)  # type: ignore[arg-type]
             content, left_out = load_plain(file, **options)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron import CheckpointConfig, MegatronStrategy
@@ -77,6 +78,11 @@ class Quickstart:
             "enable_model_summary": False,
             **options,
         }
+
+    def barrier(self) -> None:
+        """Wait for the other rank, where one of them writes."""
+        if self.ranks > 1:
+            dist.barrier()
 
     @contextmanager
     def part(self, name: str) -> Iterator[Numbers]:
