@@ -51,6 +51,7 @@ from lightning_megatron.zero.data_parallel import (
     ShardingConfig,
     ZeroDataParallel,
     has_no_rows,
+    left_whole,
 )
 from lightning_megatron.zero.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.zero.gradients import GradientSet, ParameterRole
@@ -131,15 +132,19 @@ class ParallelModule:
     spare: Sequence[nn.Module] | None = None
     """Skeleton of the trunk for another layout (`parallel.skeleton`), if there may be one."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModule":
+        """Return itself: the run goes on with the module that is copied (`layout_of`)."""
+        return self
+
 
 _LAYOUT = "_lightning_megatron_parallel"
 """Attribute under which a module remembers its layout, for a second Trainer."""
 
 
 def layout_of(module: nn.Module) -> ParallelModule | None:
-    """The layout that a module is on."""
+    """The layout that a module is on; None for a copy of one, which a user's hook has made."""
     found: ParallelModule | None = module.__dict__.get(_LAYOUT)
-    return found
+    return found if found is not None and found.module is module else None
 
 
 def remember_layout(module: nn.Module, parallel: ParallelModule | None) -> None:
@@ -452,11 +457,11 @@ def _shard(
     roots = list(_with_forward(module)) if by_hand else [scope]
     _refuse_early_hooks(module, roots, plan.trunk if pipelined else None)
     shared = _shared_between_stages(plan.trunk) if pipelined else set()
-    divided = {p for root in roots for p in root.parameters() if not has_no_rows(p)} - shared
+    divided = {p for root in roots for p in root.parameters()} - left_whole(module) - shared
     sharding = transforms.sharding
     apart = topology.experts is not topology.dense
     inner = [layer for layer in scope.modules() if apart and is_expert_layer(layer)]
-    outer = [u for u in units(scope, sharding.wrap, sharding.min_numel) if _has_forward(u)]
+    outer = [u for u in units(scope, sharding.wrap, sharding.min_numel) if _can_be_unit(u)]
     found = [unit for unit in outer if unit not in inner]
     if isinstance(scope, PipelineSequential):  # an adopted one has more than its items
         of_items = {child for items in scope.stage_items for child in items.modules()}
@@ -486,7 +491,7 @@ def _refuse_early_hooks(
 ) -> None:
     """Refuse hooks on what FSDP2 is about to put shards in the place of."""
     whole = _shared_between_stages(trunk)
-    divided = {p for root in roots for p in root.parameters() if not has_no_rows(p)} - whole
+    divided = {p for root in roots for p in root.parameters()} - left_whole(module) - whole
     refuse_hooks(name for name, p in module.named_parameters() if p in divided and has_hooks(p))
 
 
@@ -525,7 +530,14 @@ def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # whose class has none
+        return True
     return type(module).forward is not nn.Module.forward
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    """Whether ZeRO 3 can gather what a module holds when it is called."""
+    return not isinstance(module, torch.jit.ScriptModule) and _has_forward(module)
 
 
 def _tied_groups(

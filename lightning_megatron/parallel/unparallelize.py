@@ -12,6 +12,7 @@ and of what is in it raise an error that says what to do (`refuse_use`).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatron._torch.graphs import WRAPPER_NAMES
@@ -119,7 +120,11 @@ class _Guard:
 
     def __init__(self, module: nn.Module, layout: str) -> None:
         self._layout = layout
-        self._held = [m for m in module.modules() if any(True for _ in m.parameters())]
+        self._held = [
+            m
+            for m in module.modules()
+            if any(True for _ in m.parameters()) and not isinstance(m, torch.jit.ScriptModule)
+        ]  # scripts take no hooks, and what they hold is whole
         self._writers = [m for m in self._held if hasattr(m, "writes_alike")]
         self._hooks: list[Any] = []
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []

@@ -254,7 +254,8 @@ def unmark(tensor: Tensor | None, *, is_weight: bool = False) -> None:
 
 def _apply(func: Callable[..., Any], types: Any, args: Args, kwargs: Kwargs) -> Any:
     if _PIPELINE.runs:
-        stages = _stages(args, kwargs)
+        # The memo of a copy has other weights, and says nothing of this one.
+        stages = _stages(args[:1] if kind_of(func) == "deep_copy" else args, kwargs)
         if stages is not None:
             return stages.apply(func, args, kwargs)
     if traces_users_code():
@@ -620,7 +621,7 @@ def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             copied = nn.Parameter(rows.full_tensor().clone(), x.requires_grad)
             memo[id(x)] = copied
             place = place.without_rows()
-            if place.is_cut or place.copies > 1:
+            if place.is_cut or place.copies > 1 or place.stages is not None:
                 copied.__class__ = PartWeight
                 copied._place = place
             return copied

@@ -107,6 +107,17 @@ def has_no_rows(parameter: nn.Parameter) -> bool:
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
+def left_whole(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that ZeRO 3 leaves whole on every rank.
+
+    They have no rows, or a script (``torch.jit``) reads them: its modules let nobody put what was
+    gathered in the place of a parameter.
+    """
+    scripts = (child for child in module.modules() if isinstance(child, torch.jit.ScriptModule))
+    scripted = {parameter for script in scripts for parameter in script.parameters()}
+    return scripted | {parameter for parameter in module.parameters() if has_no_rows(parameter)}
+
+
 class ZeroDataParallel(Protocol):
     """The communication around the work on this rank's stages: gathers, reductions, and their end.
 

@@ -55,7 +55,7 @@ from lightning_megatron.zero.data_parallel import (
     ComputeTypes,
     ZeroDataParallel,
     dim_to_divide,
-    has_no_rows,
+    left_whole,
 )
 from lightning_megatron.zero.fsdp_comm import (
     UnitGather,
@@ -136,7 +136,7 @@ class FullySharded(ZeroDataParallel):
             stage: for the outermost unit, which of this rank's stages it belongs to.
             leave: parameters to leave alone, besides those that cannot be sharded.
         """
-        unmanaged = {p for p in module.parameters() if has_no_rows(p)} | set(leave)
+        unmanaged = left_whole(module) | set(leave)
         over = self._experts if is_expert_layer(module) else self._dense
         fully_shard(
             module,

@@ -302,6 +302,10 @@ def test_what_no_pickle_holds_is_an_error_that_names_its_place(form: Any, tmp_pa
     assert trainer.global_step == 0
     with pytest.raises(ConfigError, match=r"^answer: a .*cannot be pickled.*on_save_checkpoint"):
         train(layout, 1, tmp_path, module=Answers(lambda: 0))
+    early = make_trainer(layout, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"^state_dict\._extra_state: a .* from get_extra_state"):
+        early.fit(SavesEarly(tmp_path / "early.ckpt"), loader())
+    assert early.global_step == 0
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
 
 
@@ -346,6 +350,23 @@ def test_networks_among_hyper_parameters_are_saved_whole(
             )
     loaded = Keeps.load_from_checkpoint(path, weights_only=False)
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+class SavesEarly(Net):
+    """Saves before the first step, to see whether it can be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def get_extra_state(self) -> Any:
+        return lambda: 0
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def on_train_start(self) -> None:
+        self.trainer.save_checkpoint(self.path)
 
 
 class Answers(Net):

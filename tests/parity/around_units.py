@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
+from lightning_megatron import PipelineSequential
 from tests.parity.plain_modules import FromMemory, draw
 
 CLASSES = 4
@@ -137,6 +138,30 @@ class FrozenEnsemble(AroundUnits):
         return super().features(x) + torch.vmap(run)(weights, buffers).mean(0).detach()
 
 
+class LendsWeights(AroundUnits):
+    """Lends a member weights that follow from its own, all of them and some."""
+
+    def features(self, x: Tensor) -> Tensor:
+        first, last = self.layers[0], self.layers[2]
+        doubled = {key: 2 * value for key, value in first.named_parameters()}
+        moved = {"0.bias": dict(last.named_parameters())["0.bias"] + 1}
+        x = super().features(x) + functional_call(first, doubled, (x,))
+        return x + functional_call(last, moved, (x,))  # type: ignore[no-any-return]
+
+
+class Scripts(AroundUnits):
+    """Has scripts: a member, in a member, and beside; each has weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = torch.jit.script(self.layers[0])
+        self.layers[1].append(torch.jit.script(nn.Linear(6, 6)))  # type: ignore[operator]
+        self.beside = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(self.beside(x))
+
+
 class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +207,41 @@ class Recurrent(AroundUnits):
     def features(self, x: Tensor) -> Tensor:
         h, _ = self.rnn(x[:, None].expand(-1, 3, -1))
         return super().features(h[:, -1])
+
+
+class CopiesStages(FromMemory):
+    """Copies a trunk, and all of itself with its Trainer, in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+        self.net = PipelineSequential(nn.Linear(6, 6), layers=layers, last=nn.Linear(6, CLASSES))
+        self.notes: list[float] = []
+
+    def batch(self, step: int) -> Any:
+        return draw(6, step=step), draw(high=CLASSES, step=step + 50)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    def on_train_start(self) -> None:
+        self.mean = [copy.deepcopy(self.net).requires_grad_(False)]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mean, p in zip(self.mean[0].parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(p, 0.5)
+        self.note(self.mean[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.note(copy.deepcopy(self))
+        self.note(copy.deepcopy(self.net.layers[0]))
+
+    def note(self, module: nn.Module) -> None:
+        self.notes.append(float(sum(p.square().sum() for p in module.parameters())))
 
 
 AROUND: dict[str, type[AroundUnits]] = {

@@ -327,6 +327,17 @@ enter(
         ("ReadsWeights", "Ensemble", "Recurrent"),
         {"without": ("zero 0", "zero 1", "zero 2", "zero 3 recomputed", "zero 3 compiled")},
     ),
+    LendsWeights={"also": ("zero 3", "zero 3 recomputed")},
+    Scripts={
+        "refused": {
+            "zero 3 recomputed": r"recompute='full': \w+ has a script.*nearest valid: blocks="
+        }
+    },
+)
+TABLE["units/CopiesStages"] = Entry(
+    module=around_units.CopiesStages,
+    kinds=("data parallel", "pp", "tp", "schedule and others"),
+    also=("zero 2", "1f1b zero 3"),
 )
 
 

@@ -192,7 +192,7 @@ class Encoder:
 
     def _problem(self, value: Any, path: str, reason: str) -> None:
         kind = type(value)
-        origin = _ORIGINS.get(re.split(r"[.\[]", path)[0], "on_save_checkpoint; nearest valid:")
+        origin = _ORIGINS.get(re.split(r"[.\[]", path)[0], _OTHER_ORIGINS)
         self.problems.append(
             f"{path}: a {kind.__module__}.{kind.__qualname__} {reason}, from {origin} a plain "
             "value, a tensor, or an object of a class of a module in its place"
@@ -212,11 +212,15 @@ _ORIGINS = {
     "hyper_parameters": "save_hyperparameters; nearest valid: ignore=[...] there, or",
     "datamodule_hyper_parameters": "save_hyperparameters; nearest valid: ignore=[...] there, or",
     "callbacks": "state_dict of the callback; nearest valid:",
-    "state_dict": "the module's state_dict; nearest valid:",
+    "state_dict": "get_extra_state or state_dict of the module; nearest valid:",
     "optimizers": "the optimizer's state; nearest valid:",
     "lr_schedulers": "the schedule's state_dict; nearest valid:",
 }
 """Hook or option that puts a value into a checkpoint, by the first key of its place."""
+_OTHER_ORIGINS = (
+    "on_save_checkpoint of the module or a callback, or, under the name of its class, state_dict "
+    "of the data module; nearest valid:"
+)
 
 
 def _free_key(path: str, used: Mapping[str, Any]) -> str:

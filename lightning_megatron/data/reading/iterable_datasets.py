@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_megatron._lightning.loaders import Stateful
 from lightning_megatron.data.reading.augmentation import SampleSeeds, draws_random_numbers
-from lightning_megatron.topology.rng import seed_generators
+from lightning_megatron.topology.rng import HostRandomness, seed_generators
 
 
 def _is_a(thing: object, module: str, name: str) -> bool:
@@ -165,6 +165,12 @@ class SeededStream(IterableDataset[Any]):
             go_to(self.stream, state["stream"])
 
 
+def is_stream_of_datasets(loader: Any) -> bool:
+    """Whether a loader reads a stream of Hugging Face's ``datasets``."""
+    dataset = getattr(loader, "dataset", None)
+    return is_hugging_face(getattr(dataset, "stream", dataset))
+
+
 def wrap_stream(loader: DataLoader[Any], seed: int, rank: int) -> SeededStream | None:
     """Put a `SeededStream` into a loader of torchdata's; None for any other loader."""
     if not is_torchdata(loader):
@@ -190,6 +196,16 @@ def load_loader(loader: Any, state: Any) -> None:
     if is_litdata(dataset) and "current_epoch" in state["dataset"]:
         # Else asking for the state before the first batch would change it.
         dataset.current_epoch = state["dataset"]["current_epoch"]
+
+
+def load_at_start(loader: Any, state: Any) -> None:
+    """Give a loader a state that it had between two epochs, so that it begins the next one."""
+    kept = HostRandomness.capture()
+    load_loader(loader, state)
+    # It stands at the end of an epoch, and may think that the rest of it is to be read.
+    if next(iter(loader), None) is not None:
+        load_loader(loader, state)
+    kept.restore()
 
 
 def forget_state(loader: Any) -> None:

@@ -7,10 +7,11 @@ a `ResumableSampler`, and one with a sampler of the user's keeps it: every rank 
 order, and reads its share. With batches of ``b / dp`` samples, the ranks' batches together are the
 batch of ``b`` samples that one process would read.
 
-A sampler of the user's may draw random numbers from anywhere. Its whole order is drawn when an
-epoch begins, from generators that are seeded by (seed, epoch); what it has of its own, a
+A sampler of the user's may draw random numbers from anywhere. It draws them from generators that
+are seeded by (seed, epoch) and that nobody else uses meanwhile; what it has of its own, a
 ``state_dict`` or a ``generator``, is noted before, for the checkpoint. To go on in the midst of
-that epoch, the same order is drawn again, and sliced.
+that epoch, the same order is drawn again, and its beginning left out. It is drawn batch by batch,
+when a loader asks for one, as a sampler may go by what was trained on.
 
 The user's loader is never changed, and its constructor never runs again: what reads the share is a
 shallow copy with another sampler, whatever class it is of. A loader with an ``__iter__`` of its own
@@ -86,7 +87,7 @@ class DrawnOrder(Sampler[Any]):
         self._is_open = False
         self.was_read = True
         start, self._start = self._start, 0
-        return iter(self._division.share(self._draw(), start))
+        return self._drawn(start)
 
     def open(self) -> None:
         """Prepare a pass; a loader may draw its workers' seed from the same generator after it."""
@@ -95,17 +96,29 @@ class DrawnOrder(Sampler[Any]):
             self._begun = self._epoch, self._state()
             self._is_open = True
 
-    def _draw(self) -> list[Any]:
-        kept = HostRandomness.capture()
-        seed_generators(SampleSeeds.of_epoch(self._seed, self._epoch, "order").base)
-        try:
-            # As in one process, which goes on to the end for an incomplete batch alone: a sampler
-            # may draw once more there, and another order in the next epoch.
-            count, of = len(self.sampler), self._division
-            incomplete = count % (of.batch_size * of.ranks) and not of.drop_last
-            order = list(self.sampler if incomplete else islice(self.sampler, count))
-        finally:
-            kept.restore()
+    def _drawn(self, start: int) -> Iterator[Any]:
+        """This rank's part of what comes after ``start``, a batch of all ranks at a time."""
+        order: Iterator[Any] | None = None
+        place: HostRandomness | None = None
+        division = self._division
+        while True:
+            kept = HostRandomness.capture()
+            try:
+                if order is None or place is None:
+                    seed_generators(SampleSeeds.of_epoch(self._seed, self._epoch, "order").base)
+                    order = islice(self.sampler, start, None)
+                else:
+                    place.restore()
+                batch = list(islice(order, division.batch_size * division.ranks))
+                place = HostRandomness.capture()
+            finally:
+                kept.restore()
+            self._check_within()
+            if not batch:
+                return
+            yield from division.share(batch)
+
+    def _check_within(self) -> None:
         if self._within is not None and not self._within.was_read:
             kind = type(self.sampler).__name__
             raise ConfigError(
@@ -114,7 +127,6 @@ class DrawnOrder(Sampler[Any]):
                 f"a {kind} that iterates over self.sampler, or one without this attribute, whose "
                 "batches are divided as they are"
             )
-        return order
 
     def _state(self) -> Any:
         if isinstance(self.sampler, Stateful):

@@ -21,6 +21,7 @@ Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the i
   they were;
 - running statistics (batch norm) count every batch once;
 - what was decided stays decided, as the experts of each token are (`layers.experts.decisions`);
+- tensors that ``torch.func.functional_call`` lent a block for its forward are lent it again;
 - the input part of a split backward recomputes, and the weight part uses the factors that it left.
 
 Without gradients (evaluation, generation) blocks run as they are.
@@ -36,6 +37,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -248,7 +250,7 @@ class _Sizes:
 
 
 def checkpoint_options(
-    blocks: Iterable[nn.Module], kept: Sequence[str] = (), offloader: Offloader | None = None
+    blocks: Sequence[nn.Module], kept: Sequence[str] = (), offloader: Offloader | None = None
 ) -> dict[str, Any]:
     """Options of torch's ``checkpoint`` for some blocks.
 
@@ -257,7 +259,8 @@ def checkpoint_options(
         kept: operations whose results are not forgotten.
         offloader: where these results wait.
     """
-    return {"context_fn": partial(_contexts, _counting(blocks), kept, offloader)}
+    modules = [module for block in blocks for module in block.modules()]
+    return {"context_fn": partial(_contexts, modules, _counting(blocks), kept, offloader)}
 
 
 def traced_options(kept: Sequence[str] = ()) -> dict[str, Any]:
@@ -294,14 +297,17 @@ def _counting(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _contexts(
-    counting: Sequence[nn.Module], kept: Sequence[str], offloader: Offloader | None
+    modules: Sequence[nn.Module],
+    counting: Sequence[nn.Module],
+    kept: Sequence[str],
+    offloader: Offloader | None,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a block's forward and of its recomputation."""
     decisions = Decisions()
     if not kept:
-        return decisions.noting(), _Again(counting, decisions, None)
+        return decisions.noting(), _Again(modules, counting, decisions, None)
     notes = SavedResults(kept_operations(kept), offloader)
-    return _recording(notes, decisions), _Again(counting, decisions, notes)
+    return _recording(notes, decisions), _Again(modules, counting, decisions, notes)
 
 
 @contextmanager
@@ -314,8 +320,13 @@ class _Again(AbstractContextManager[None]):
     """Around a recomputation; can be entered once per backward of the same forward."""
 
     def __init__(
-        self, counting: Sequence[nn.Module], decisions: Decisions, notes: SavedResults | None
+        self,
+        modules: Sequence[nn.Module],
+        counting: Sequence[nn.Module],
+        decisions: Decisions,
+        notes: SavedResults | None,
     ) -> None:
+        self._tensors = _tensors_of(modules)
         self._counting = counting
         self._decisions = decisions
         self._notes = notes
@@ -328,6 +339,7 @@ class _Again(AbstractContextManager[None]):
         self._entered = ExitStack()
         self._entered.enter_context(as_within(self._scopes))
         self._entered.enter_context(_default_dtype(self._dtype))
+        self._entered.enter_context(_lent(self._tensors))
         self._entered.enter_context(_without_counting(self._counting))
         self._entered.enter_context(self._decisions.replaying())
         if self._notes is not None:
@@ -346,6 +358,33 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _tensors_of(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """The tensors that modules have, and where; without shards, in whose place ZeRO 3 gathers."""
+    return [
+        (held, name, tensor)
+        for module in modules
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if not isinstance(tensor, DTensor)
+    ]
+
+
+@contextmanager
+def _lent(tensors: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Context in which modules have the tensors that they had in the forward."""
+    before = [
+        (held, name, held.get(name)) for held, name, then in tensors if held.get(name) is not then
+    ]
+    if before:
+        for held, name, then in tensors:
+            held[name] = then
+    try:
+        yield
+    finally:
+        for held, name, own in before:
+            held[name] = own
 
 
 @contextmanager

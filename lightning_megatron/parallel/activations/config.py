@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, cast, get_args
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron.adoption.trunk import AdoptedTrunk
@@ -192,7 +193,22 @@ class ActivationConfig:
                 f"no lists of composite modules, so nothing would be {done}; nearest valid: "
                 "blocks=[<class names>], or recompute='none'"
             )
-        return problems or self._item_problems(module)
+        return problems or [*self._item_problems(module), *self._script_problems(module)]
+
+    def _script_problems(self, module: nn.Module) -> list[str]:
+        """Scripts in blocks: torch optimizes one between its runs, and then it keeps others."""
+        found = {
+            class_name(block): name
+            for block in blocks_to_recompute(module, self)
+            for name, child in block.named_modules()
+            if isinstance(child, ScriptModule)
+        }
+        return [
+            f"activations.recompute={self.recompute!r}: {block} has a script of torch.jit "
+            f"({name or 'it is one'}), which keeps other tensors when it runs again; nearest "
+            "valid: blocks=[<other classes>], or the module without torch.jit.script"
+            for block, name in found.items()
+        ]
 
     def _item_problems(self, module: nn.Module) -> list[str]:
         """Blocks that only their own network could call one after the other."""

@@ -38,12 +38,7 @@ from lightning_megatron._lightning.loaders import (
 )
 from lightning_megatron._lightning.loops import (
     batch_progress,
-    begin_next_epoch,
-    count_batches_anew,
-    epoch_counts,
     shift_batch_counts,
-    take_batches_back,
-    take_epoch_back,
     validates_first,
 )
 from lightning_megatron._lightning.warnings import hide_resuming_warning
@@ -51,8 +46,9 @@ from lightning_megatron.comm.peers import Peers
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.data.reading.iterable_datasets import (
-    is_hugging_face,
+    is_stream_of_datasets,
     is_torchdata,
+    load_at_start,
     load_loader,
     name_of,
 )
@@ -63,8 +59,8 @@ from lightning_megatron.data.reading.seeding import SeededBatches, seed_samples
 from lightning_megatron.data.reading.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.strategy.data.batch_shares import BatchShares
+from lightning_megatron.strategy.data.progress import begin_epoch, is_over, rewind
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.rng import HostRandomness
 
 
 @dataclass(kw_only=True)
@@ -335,7 +331,7 @@ class DataPosition:
         if state is not None and not same:
             rank_zero_warn(_OTHER_RANKS.format(name_of(loader), len(states), topology.batch.size))
             state = None
-        if state is not None and saved["batch"] and _is_stream_of_datasets(loader):
+        if state is not None and saved["batch"] and is_stream_of_datasets(loader):
             rank_zero_warn(_BUFFER.format(name_of(loader)))
         followed = self._followed.get(loader) if isinstance(loader, Stateful) else None
         if reading is not None and reading.batches is not None:
@@ -394,9 +390,9 @@ class DataPosition:
             return
         discard, self._discard = self._discard, []
         if saved["epoch"] and not saved["batch"]:
-            _begin_epoch(trainer)
+            begin_epoch(trainer)
             for loader, state in self._loaded.items():
-                _load_at_start(loader, state)
+                load_at_start(loader, state)
             if self._loaded:
                 read_anew(trainer)
         if not discard:
@@ -429,7 +425,7 @@ class DataPosition:
         for loader in combined.flattened:
             self._resume(loader, topology)
             if loader in self._loaded:
-                _load_at_start(loader, self._loaded[loader])
+                load_at_start(loader, self._loaded[loader])
             known = isinstance(loader, DataLoader)
             batches = _stateful_batches(self._readings.get(loader)) if known else None
             if batches is not None:  # the first batch may have been fetched
@@ -446,35 +442,6 @@ class DataPosition:
         longest = max(readings, key=lambda reading: reading.batches_after(0))
         if saved["batch"]:
             shift_batch_counts(trainer, longest.first - saved["batch"])
-
-
-def _begin_epoch(trainer: Trainer) -> None:
-    """Finish what Lightning leaves open when a run goes on with the first batch of an epoch."""
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    ended = loop.batch_progress.is_last_batch and not validates_first(trainer)
-    epochs: Any = fit.epoch_progress.total
-    if ended and trainer.max_steps != -1 and epochs.processed == epochs.started:
-        # With max_steps it takes the epoch that is over for one to go on with.
-        begin_next_epoch(trainer)
-    elif trainer.num_training_batches == float("inf") and ended:
-        # It would go on counting from the epoch before, as it knows no last batch.
-        count_batches_anew(trainer)
-
-
-def _load_at_start(loader: Any, state: Any) -> None:
-    """Give a loader a state that it had between two epochs, so that it begins the next one."""
-    kept = HostRandomness.capture()
-    load_loader(loader, state)
-    # It stands at the end of an epoch, and may think that the rest of it is to be read.
-    if next(iter(loader), None) is not None:
-        load_loader(loader, state)
-    kept.restore()
-
-
-def _is_stream_of_datasets(loader: Any) -> bool:
-    """Whether a loader reads a stream of Hugging Face's ``datasets``."""
-    dataset = getattr(loader, "dataset", None)
-    return is_hugging_face(getattr(dataset, "stream", dataset))
 
 
 def _remedy(loader: Any) -> str:
@@ -515,34 +482,6 @@ def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:
     """The batches of a dataset whose position is its own state, if it is one."""
     batches = None if reading is None else reading.batches
     return batches if batches is not None and batches.is_stateful else None
-
-
-def is_over(progress: dict[str, Any], trainer: Trainer) -> bool:
-    """Whether every batch of the epoch is done."""
-    batches = batch_progress(progress)
-    now = batches["current"]
-    done: int = now["processed"]
-    whole = done >= trainer.num_training_batches or batches["is_last_batch"]
-    return bool(done and done == now["ready"] and whole)
-
-
-def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
-    """Take the progress of the fit loop back to the last optimizer step.
-
-    Returns:
-        The epoch, and the number of its first batch that no step has used.
-    """
-    epochs, batches = epoch_counts(progress), batch_progress(progress)
-    now, every = batches["current"], trainer.accumulate_grad_batches
-    done = now["processed"]
-    if is_over(progress, trainer):
-        return max(epochs["started"], epochs["processed"]), 0
-    if done:
-        take_epoch_back(progress)
-    used = done - done % every
-    if used < done or now["ready"] > done:
-        take_batches_back(progress, used)
-    return epochs["processed"], used
 
 
 def _states_of_ranks(mine: list[Any], topology: Topology, group: Any) -> list[Any]:

@@ -14,7 +14,11 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, ReduceLROnPlateau
 
-from lightning_megatron.checkpoint.trainer_state.codec import Decoder, Encoder
+from lightning_megatron.checkpoint.trainer_state.codec import (
+    Decoder,
+    Encoder,
+    pickling_problems,
+)
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.topology.degrees import Degrees
 
@@ -170,3 +174,21 @@ def test_enum_of_a_module_that_is_not_imported_gives_its_value(caplog):
 def test_data_that_no_encoder_wrote_is_refused(data):
     with pytest.raises(CheckpointError):
         Decoder({}).decode(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "origin"),
+    {
+        "callbacks": "state_dict of the callback",
+        "state_dict": "get_extra_state or state_dict of the module",
+        "lr_schedulers": "the schedule's state_dict",
+        "hyper_parameters": "save_hyperparameters",
+        "MyData": "under the name of its class, state_dict of the data module",
+        "answer": "on_save_checkpoint of the module or a callback",
+    }.items(),
+)
+def test_what_no_pickle_holds_is_told_with_the_hook_that_gave_it(key, origin):
+    [problem] = pickling_problems({"epoch": 1, key: {"one": lambda: 0}})
+    assert problem.startswith(f"{key}.one: a builtins.function cannot be pickled")
+    assert f"{origin}" in problem
+    assert "nearest valid" in problem
