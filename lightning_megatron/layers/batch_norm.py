@@ -95,6 +95,10 @@ class SyncBatchNorm(AnyBatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
+BATCH_NORMS_OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
+"""Layers whose statistics, and gradients of them, are sums over the ranks of a batch."""
+
+
 def use_own_statistics(module: nn.Module) -> None:
     """Undo `synchronize_batch_norm`; torch's own ``SyncBatchNorm`` layers stay."""
     for child in list(module.modules()):
