@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron._torch.state_dicts import AnyBatchNorm
 from lightning_megatron.comm.functional import copy_to, reduce_from
 from lightning_megatron.topology.axis import Axis
@@ -116,7 +117,7 @@ def synchronize_batch_norm(module: nn.Module, batch: Axis, device: torch.device)
     """
     if batch.group is None:
         return module
-    if device.type == "cuda":
+    if is_cuda(device):
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         native: nn.Module = convert(module, batch.group)
         return native

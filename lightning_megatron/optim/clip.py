@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.kernels import foreach_clamp_, foreach_mul_, foreach_norm
 from lightning_megatron.errors import (
     at_least,
@@ -90,9 +91,9 @@ def finiteness(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     full = [g for g in gradients if g.numel()]
     # A host adds faster than it squares; elsewhere the norms of many take one kernel.
-    host = [g for g in full if g.device.type == "cpu"]
+    host = [g for g in full if on_host(g.device)]
     parts = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in host]
-    parts += foreach_norm([g for g in full if g.device.type != "cpu"], torch.float32)
+    parts += foreach_norm([g for g in full if not on_host(g.device)], torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for dtype in (torch.float32, torch.float64):
         alike = [part.to(device) for part in parts if part.dtype == dtype]

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron._torch.devices import capability, is_cuda, on_host
+
 _ALIGNMENT = 16
 """Divisor of the bytes of a row, as `grouped_mm` requires."""
 _KERNEL_DTYPES = {
@@ -39,7 +41,7 @@ def has_kernel(x_ni: Tensor, out_features: int) -> bool:
         return False
     if any(size * dtype.itemsize % _ALIGNMENT for size in (x_ni.shape[1], out_features)):
         return False
-    return kind == "cpu" or torch.cuda.get_device_capability(x_ni.device) >= _KERNEL_CAPABILITY
+    return not is_cuda(x_ni.device) or capability(x_ni.device) >= _KERNEL_CAPABILITY
 
 
 def _ends(counts: list[int], device: torch.device) -> Tensor:
@@ -70,7 +72,7 @@ class TorchGroupedGemm:
         weight_gio = weight_goi.transpose(1, 2)
         if total_ni is None:
             return _multiply(gradient, weight_gio, counts)
-        if not gradient.is_cpu:
+        if not on_host(gradient.device):
             return total_ni.add_(_multiply(gradient, weight_gio, counts))
         # On CPUs the product adds to what is there, and needs no memory of its own.
         parts = zip(
