@@ -79,3 +79,10 @@ def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     """
     held = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pins(device))
     return held.to(device, non_blocking=True)
+
+
+def scalar_on(device: torch.device, number: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """A number of the host, or a tensor of one element wherever it is, on a device."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype)
+    return from_host([number], dtype, device)[0]

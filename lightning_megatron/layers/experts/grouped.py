@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron._torch.devices import capability, is_cuda, on_host
+from lightning_megatron._torch.devices import capability, from_host, is_cuda, on_host
 
 _ALIGNMENT = 16
 """Divisor of the bytes of a row, as `grouped_mm` requires."""
@@ -44,9 +44,19 @@ def has_kernel(x_ni: Tensor, out_features: int) -> bool:
     return not is_cuda(x_ni.device) or capability(x_ni.device) >= _KERNEL_CAPABILITY
 
 
-def _ends(counts: list[int], device: torch.device) -> Tensor:
-    """Index behind the last row of each group, ``[g]`` int32."""
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+class RowCounts(list[int]):
+    """Number of rows of each group, and on the device where they end.
+
+    All products of a call share one, so that its numbers are sent to the device once.
+    """
+
+    _ends: Tensor | None = None
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Index behind the last row of each group, ``[g]`` int32."""
+        if self._ends is None:
+            self._ends = from_host(list(accumulate(self)), torch.int32, device)
+        return self._ends
 
 
 class TorchGroupedGemm:
@@ -113,6 +123,10 @@ class TorchGroupedGemm:
             else:
                 torch.addmm(out, grad.t(), x, beta=0, alpha=factor, out=out)
         return found.to(dtype)
+
+
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    return (counts if isinstance(counts, RowCounts) else RowCounts(counts)).ends(device)
 
 
 def _multiply(x_nk: Tensor, weight_gmk: Tensor, counts: list[int]) -> Tensor:
