@@ -127,7 +127,7 @@ PURE = (
 
 READS_ENVIRONMENT = {"env", "testing/worker"}  # worker: the variables of its runs
 USES_PRIVATE_TORCH = "_torch"
-ASKS_DEVICES = ("topology/meter", "topology/rng")
+ASKS_DEVICES = ("strategy/processes/connection", "topology/meter", "topology/rng")
 """Files that ask for the type of a device by themselves."""
 USES_PRIVATE_LIGHTNING = "_lightning"
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}

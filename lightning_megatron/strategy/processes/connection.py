@@ -19,7 +19,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron import env
 from lightning_megatron._lightning.launch import default_backend, destroy_group_at_exit
-from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron._torch.groups import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, ConnectError
@@ -153,7 +152,7 @@ def connect(
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
     backend = default_backend(device)
-    if from_host and not in_host_memory(device):
+    if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
     if not dist.is_initialized():
         backend = config.backend or backend
@@ -214,7 +213,7 @@ def _form_group(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=config.timeout_s),
-            device_id=device if not in_host_memory(device) else None,
+            device_id=device if device.type != "cpu" else None,
         )
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
