@@ -127,6 +127,8 @@ PURE = (
 
 READS_ENVIRONMENT = {"env", "testing/worker"}  # worker: the variables of its runs
 USES_PRIVATE_TORCH = "_torch"
+ASKS_DEVICES = ("strategy/processes/connection", "topology/meter", "topology/rng")
+"""Files that ask for the type of a device by themselves."""
 USES_PRIVATE_LIGHTNING = "_lightning"
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 PRIVATE_TENSOR_ATTRIBUTES = {"_local_tensor", "_get_fsdp_state", "_fsdp_param_group", "_spec"}
@@ -296,6 +298,27 @@ def environment_reads(file: SourceFile) -> list[str]:
     return faults
 
 
+def questions_about_devices(file: SourceFile) -> list[str]:
+    """Uses of ``torch.cuda``, and looks at the type of a device (`_torch.devices` answers)."""
+    faults = [
+        f"{file.path}.py:{line} imports {name}"
+        for name, line in file.imports
+        if name.startswith("torch.cuda")
+    ]
+    for node in file.nodes:
+        found = isinstance(node, ast.Attribute) and (
+            node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) == "torch.cuda"
+        )
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = [side.value for side in sides if isinstance(side, ast.Constant)]
+            kinds = [side for side in sides if isinstance(side, ast.Attribute)]
+            found = any(k.attr == "type" for k in kinds) and bool({"cpu", "cuda"} & {*names})
+        if found:
+            faults.append(f"{file.path}.py:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}")
+    return faults
+
+
 def torch_imports(file: SourceFile) -> list[str]:
     return [
         f"{file.path}.py:{line} imports {name}"
@@ -364,6 +387,13 @@ def test_private_names_of_bases_stand_in_two_packages() -> None:
 def test_environment_is_read_in_one_file() -> None:
     files = [file for file in package_files().values() if file.path not in READS_ENVIRONMENT]
     assert [fault for file in files for fault in environment_reads(file)] == []
+
+
+def test_one_file_knows_types_of_devices() -> None:
+    """Others ask `_torch.devices`, so that tests can take the host for a device."""
+    files = [f for f in package_files().values() if f.package != USES_PRIVATE_TORCH]
+    files = [file for file in files if file.path not in ASKS_DEVICES]
+    assert [fault for file in files for fault in questions_about_devices(file)] == []
 
 
 def test_file_names_say_what_they_hold() -> None:
@@ -500,6 +530,31 @@ class TestTheRulesThemselves:
     )
     def test_public_torch(self, text: str) -> None:
         assert private_torch_names(source("layers/linear", text)) == []
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "import torch\ntorch.cuda.synchronize()",
+            "import torch.cuda",
+            "from torch.cuda import Stream",
+            "def f(x):\n    return x.device.type == 'cpu'",
+            "def f(device):\n    return 'cuda' != device.type",
+            "def f(x):\n    return x.is_cuda",
+        ],
+    )
+    def test_question_about_devices(self, text: str) -> None:
+        assert len(questions_about_devices(source("layers/linear", text))) == 1
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "def f(x):\n    return x.device.type == 'meta'",
+            "def f(x):\n    return x.device.type in x.table",
+            "import torch\ntorch.get_device_module('cpu')",
+        ],
+    )
+    def test_no_question_about_devices(self, text: str) -> None:
+        assert questions_about_devices(source("layers/linear", text)) == []
 
     @pytest.mark.parametrize(
         "text",

@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron._torch.devices import in_host_memory
+
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor and warns on every call of the
 # old names; 2.11 has only those. Remove the fallback when 2.13 is the oldest version supported.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +51,7 @@ def reduce_scatter_now(output: Tensor, local: Tensor, group: dist.ProcessGroup, 
     Older torch sums over gloo whatever ``op`` is; 2.13 does not. What the versions between them do
     has not been tried, so the mean is divided here.
     """
-    divides = output.device.type == "cpu" and op == dist.ReduceOp.AVG
+    divides = in_host_memory(output.device) and op == dist.ReduceOp.AVG
     _reduce_scatter(output, local, op=dist.ReduceOp.SUM if divides else op, group=group)
     if divides:
         output.div_(group.size())

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron._torch.devices import in_host_memory
+
 
 def foreach_functions() -> dict[Any, str]:
     """Functions of lists of tensors, and the name of what each does to one (2.11-2.13)."""
@@ -103,7 +105,7 @@ def scaled_mm(
     # On CPUs autocast reaches inside and rounds to bfloat16 what is not scaled yet, but not below a
     # dispatch mode: what selective recomputation repeats would differ from what it repeats.
     with torch.autocast("cpu", enabled=False):
-        if left.is_cpu and max(scale_left.numel(), scale_right.numel()) > 1:
+        if in_host_memory(left.device) and max(scale_left.numel(), scale_right.numel()) > 1:
             # Kernels of CPUs take one scale for all: in 2.11, and in oneDNN later (pytorch 179118).
             one = scale_left.new_ones(())
             plain: Tensor = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)

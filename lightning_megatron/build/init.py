@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron._torch.devices import random_numbers_kept
 from lightning_megatron._torch.dtensor import copy_hooks
 from lightning_megatron.build.init_tape import RESETS
 from lightning_megatron.build.stored_tensor import StoredTensor
@@ -226,7 +227,7 @@ def _fill_plain(
     kept = {local: t.detach().clone() for local, t in own.items() if local not in fresh}
     reset = _reset_of(module)
     assert reset is not None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    with random_numbers_kept(device), torch.no_grad():
         torch.manual_seed(derive_seed(seed, "init", name))
         reset()
         for local, value in kept.items():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron._torch.devices import random_numbers_kept
 from lightning_megatron._torch.graphs import tree_flatten, tree_map
 from lightning_megatron.build.init_tape import EMPTY, InitTape, RecordedOp, View, storage_of
 from lightning_megatron.layers.base import ParallelLayer
@@ -187,8 +188,7 @@ class WrittenValues:
             return _at(memory, value, tape.storages, device) if isinstance(value, View) else value
 
         default = torch.get_default_dtype()
-        cuda = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+        with torch.no_grad(), random_numbers_kept(device):
             try:
                 for index in tape.steps_for({view.storage}):
                     step = tape.steps[index]

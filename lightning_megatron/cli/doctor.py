@@ -127,11 +127,13 @@ def devices() -> Iterator[Finding]:
     """A torch that cannot be imported, or that does not see a GPU that is there."""
     try:
         import torch
+
+        from lightning_megatron._torch.devices import cuda_devices
     except (ImportError, OSError) as error:  # OSError: a library that it needs is missing
         remedy = "install the torch of this platform: https://pytorch.org/get-started"
         yield Finding("devices", f"torch cannot be imported: {error}", "bad", remedy)
         return
-    gpus = torch.cuda.device_count()
+    gpus = cuda_devices()
     if gpus and not torch.distributed.is_nccl_available():
         remedy = "install a build of torch with CUDA for Linux"
         yield Finding("devices", f"{gpus} GPUs, but this torch has no NCCL", "bad", remedy)

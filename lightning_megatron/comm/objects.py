@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.topology.axis import Axis
 
 _SAME = -1
@@ -85,7 +86,7 @@ class _Pickler(pickle.Pickler):
         place = self._places.setdefault(id(obj), len(self._leaves))
         if place == len(self._leaves):
             self._leaves.append(obj)
-        is_parameter, on_host = type(obj) is nn.Parameter, obj.device.type == "cpu"
+        is_parameter, on_host = type(obj) is nn.Parameter, in_host_memory(obj.device)
         return place, obj.dtype, tuple(obj.shape), on_host, obj.requires_grad, is_parameter
 
 
@@ -156,7 +157,7 @@ class ObjectBroadcast:
         for leaf in leaves:
             plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
             self._axis.meter.exchange(plain.numel() * plain.element_size(), self._axis.group)
-            self._tensor(plain, on_host=plain.device.type == "cpu")
+            self._tensor(plain, on_host=in_host_memory(plain.device))
         return value
 
     def _receive(self, dtype: torch.dtype, shape: torch.Size, on_host: bool) -> Tensor:

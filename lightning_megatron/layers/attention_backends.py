@@ -50,6 +50,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from lightning_megatron._torch.devices import is_cuda, on_host
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import attention_packages
 from lightning_megatron.layers.attention_call import AttentionCall, dense_mask
@@ -110,7 +111,7 @@ def _limit(backend: AttentionBackend, call: AttentionCall) -> str | None:
     if backend == "flex":
         if call.dropout:
             return f"dropout={call.dropout}: this backend has no dropout"
-        if not q.is_cuda and torch.is_grad_enabled() and _any_gradient(call):
+        if not is_cuda(q.device) and torch.is_grad_enabled() and _any_gradient(call):
             return f"device={q.device.type}: this backend trains on CUDA only"
         return None
     if call.mask is not None:
@@ -119,7 +120,7 @@ def _limit(backend: AttentionBackend, call: AttentionCall) -> str | None:
         return "takes no lengths of keys"
     if backend == "te" and (call.documents is not None or call.alibi is not None):
         return "takes no documents" if call.documents is not None else "has no ALiBi"
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+    if not is_cuda(q.device) or q.dtype not in (torch.float16, torch.bfloat16):
         return f"device={q.device.type}, {q.dtype}: needs CUDA and float16 or bfloat16"
     if backend == "flash" and q.shape[-1] > _LARGEST_FLASH_HEAD:
         return f"head_dim={q.shape[-1]}: must be at most {_LARGEST_FLASH_HEAD}"
@@ -153,7 +154,7 @@ def sdpa(call: AttentionCall) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (call.q_bsnd, call.k_btnd, call.v_btnd))
     is_causal = call.causal and call.by_rule and call.is_square
     mask = None if is_causal else dense_mask(call)
-    if mask is not None and not q.is_cpu:
+    if mask is not None and not on_host(q.device):
         # The only fused kernel of GPUs that takes a mask takes no groups: all scores would be held.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     y_bnsd = F.scaled_dot_product_attention(
@@ -198,7 +199,7 @@ def flex(call: AttentionCall) -> Tensor:
     """Attention by ``flex_attention``."""
     q, k, v = (x.transpose(1, 2) for x in (call.q_bsnd, call.k_btnd, call.v_btnd))
     run: Any = flex_attention
-    if q.is_cuda:
+    if is_cuda(q.device):
         run = _compiled()
     y_bnsd: Tensor = run(
         q,

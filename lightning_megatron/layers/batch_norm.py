@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron._torch.state_dicts import AnyBatchNorm
 from lightning_megatron.comm.functional import copy_to, reduce_from
 from lightning_megatron.topology.axis import Axis
@@ -107,6 +108,10 @@ class SyncBatchNorm(AnyBatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
+BATCH_NORMS_OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
+"""Layers whose statistics, and gradients of them, are sums over the ranks of a batch."""
+
+
 def use_own_statistics(module: nn.Module) -> None:
     """Undo `synchronize_batch_norm`; torch's own ``SyncBatchNorm`` layers stay."""
     for child in list(module.modules()):
@@ -124,7 +129,7 @@ def synchronize_batch_norm(module: nn.Module, batch: Axis, device: torch.device)
     """
     if batch.group is None:
         return module
-    if device.type == "cuda":
+    if is_cuda(device):
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         native: nn.Module = convert(module, batch.group)
         return native

@@ -109,7 +109,9 @@ def add_gradients(tasks: list[WgradTask]) -> None:
     tasks.reverse()
     while tasks:
         targets, compute = tasks.pop()
-        for target, gradient in zip(targets, compute(), strict=True):
+        with torch.no_grad():  # as in a backward; what is gathered again is waited for in place
+            gradients = compute()
+        for target, gradient in zip(targets, gradients, strict=True):
             known = total.get(id(target))
             total[id(target)] = target, gradient if known is None else known[1].add_(gradient)
     if total:

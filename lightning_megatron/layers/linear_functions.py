@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.graphs import differentiates_again
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.comm.functional import copy_to, reduce_from
@@ -45,7 +46,7 @@ SEQUENCE_DIM = 1
 
 def regathers(x: Tensor) -> bool:
     """Whether a sequence-parallel column layer gathers ``x`` again rather than keeping it."""
-    return x.device.type != "cpu"
+    return not on_host(x.device)
 
 
 class _ColumnParallel(Function):

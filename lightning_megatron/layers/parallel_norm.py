@@ -36,6 +36,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron.comm.collectives import start_gather, start_sum
 from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
@@ -217,5 +218,5 @@ def _standardised(x_nk: Tensor, mean_n: Tensor | None, rstd_n: Tensor) -> Tensor
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     """Format of ``F.layer_norm`` of ``x``: float32 under autocast on a GPU."""
-    wide = x.device.type == "cuda" and torch.is_autocast_enabled("cuda")
+    wide = is_cuda(x.device) and torch.is_autocast_enabled("cuda")
     return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype

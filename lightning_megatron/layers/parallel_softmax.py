@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron.comm.collectives import start_gather, start_sum
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
@@ -104,5 +105,5 @@ class _SplitSoftmax(Function):
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     """Format of ``F.softmax`` of ``x``: float32 under autocast on a GPU."""
-    wide = x.device.type == "cuda" and torch.is_autocast_enabled("cuda")
+    wide = is_cuda(x.device) and torch.is_autocast_enabled("cuda")
     return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype

@@ -30,6 +30,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.services import services_of
@@ -146,7 +147,7 @@ class CommunicationMonitor(pl.Callback):
     @staticmethod
     def _only_last(trainer: pl.Trainer) -> bool:
         """Whether waiting is known of the last batch of a window only, and nothing else is."""
-        return trainer.strategy.root_device.type != "cpu"
+        return not on_host(trainer.strategy.root_device)
 
 
 def _read(meter: Meter) -> tuple[int, int, int, float]:

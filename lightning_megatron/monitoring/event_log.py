@@ -34,6 +34,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import device_module, is_cuda
 from lightning_megatron.callback_group import members_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.flops import count_tokens
@@ -265,8 +266,9 @@ def _peaks_gib(trainer: pl.Trainer) -> dict[str, float]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit / 2**20
     peaks = {"peak_rss_gib": round(peak, 4)}
     device = trainer.strategy.root_device
-    if device.type == "cuda":
-        peaks["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 4)
+    if is_cuda(device):
+        allocated = device_module(device).max_memory_allocated(device)
+        peaks["peak_allocated_gib"] = round(allocated / 2**30, 4)
     return peaks
 
 

@@ -195,7 +195,7 @@ def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 operations per second of a device; None for an unknown device.
 
     Args:
-        device_name: name that ``torch.cuda.get_device_name`` returns.
+        device_name: name that ``get_device_name`` of the device's module returns.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3")

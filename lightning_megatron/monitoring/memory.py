@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import device_module, is_cuda
 from lightning_megatron._torch.kernels import dump_allocations, record_allocations
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.rank_stats import gather_stats, number_device, rank_metrics_of
@@ -68,7 +69,7 @@ class MemoryMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batches = 0
-        if self._record and trainer.strategy.root_device.type == "cuda":
+        if self._record and is_cuda(trainer.strategy.root_device):
             record_allocations(True)
 
     @override
@@ -87,7 +88,7 @@ class MemoryMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._record and trainer.strategy.root_device.type == "cuda":
+        if self._record and is_cuda(trainer.strategy.root_device):
             record_allocations(False)
 
     @override
@@ -101,7 +102,7 @@ class MemoryMonitor(pl.Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(evidence(exception, trainer.strategy.root_device))
-            if self._record and trainer.strategy.root_device.type == "cuda":
+            if self._record and is_cuda(trainer.strategy.root_device):
                 dump_allocations(str(file.with_suffix(".pickle")))
         except OSError as error:
             logger.warning("rank %d ran out of memory; no evidence: %s", trainer.global_rank, error)
@@ -126,8 +127,8 @@ def evidence(exception: BaseException, device: torch.device) -> str:
     lines = [f"{type(exception).__name__}: {exception}", ""]
     host = _host()
     lines += [f"host: {name} {value:.3f}" for name, value in host.items()]
-    if device.type == "cuda":
-        lines += ["", torch.cuda.memory_summary(device)]
+    if is_cuda(device):
+        lines += ["", device_module(device).memory_summary(device)]
     lines += ["", "tensors alive, largest first (GiB, count, type, shape, device):"]
     alive = Counter(
         (t.numel() * t.element_size(), str(t.dtype), tuple(t.shape), str(t.device))
@@ -150,9 +151,9 @@ def _tensors() -> list[Tensor]:
 
 def _over_ranks(trainer: pl.Trainer) -> dict[str, float]:
     device, peaks, totals = trainer.strategy.root_device, _host(), {}
-    if device.type == "cuda":
-        statistics = torch.cuda.memory_stats(device)
-        whole = torch.cuda.get_device_properties(device).total_memory
+    if is_cuda(device):
+        statistics = device_module(device).memory_stats(device)
+        whole = device_module(device).get_device_properties(device).total_memory
         allocated = statistics.get("allocated_bytes.all.peak", 0)
         peaks |= {
             "mem/peak_allocated_gib": allocated / GIB,
@@ -163,7 +164,7 @@ def _over_ranks(trainer: pl.Trainer) -> dict[str, float]:
             "mem/alloc_retries": float(statistics.get("num_alloc_retries", 0)),
             "mem/ooms": float(statistics.get("num_ooms", 0)),
         }
-        torch.cuda.reset_peak_memory_stats(device)
+        device_module(device).reset_peak_memory_stats(device)
     found = gather_stats(peaks | totals, number_device(trainer))
     for name, of_ranks in found.items():
         rank_metrics_of(trainer).put(name, of_ranks.values)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
@@ -80,11 +79,8 @@ class ProfilerWindow(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._profile is None and trainer.global_step == self._start and self._traces(trainer):
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
             self._profile = profile(
-                activities=activities,
+                activities=supported_activities(),  # type: ignore[no-untyped-call]
                 profile_memory=self._memory,
                 with_stack=self._stacks,
             )

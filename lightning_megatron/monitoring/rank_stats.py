@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
+from lightning_megatron._torch.devices import is_cuda
+
 Values = Mapping[tuple[str, ...], float]
 """Numbers by the labels' values."""
 
@@ -36,7 +38,7 @@ class RankStats(NamedTuple):
 def number_device(trainer: pl.Trainer) -> torch.device:
     """Device of tensors for the default process group: a GPU, or the host."""
     device = trainer.strategy.root_device
-    return device if device.type == "cuda" else torch.device("cpu")
+    return device if is_cuda(device) else torch.device("cpu")
 
 
 def gather_stats(values: Mapping[str, float], device: torch.device) -> dict[str, RankStats]:

@@ -38,6 +38,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import device_module, is_cuda
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.monitoring.flops import (
     COUNTED,
@@ -267,9 +268,9 @@ class ThroughputMonitor(pl.Callback):
         if self._peak_tflops is not None:
             return self._peak_tflops * 1e12
         device = trainer.strategy.root_device
-        if device.type != "cuda" or "Fp8" in type(trainer.precision_plugin).__name__:
+        if not is_cuda(device) or "Fp8" in type(trainer.precision_plugin).__name__:
             return None
-        return peak_flops(torch.cuda.get_device_name(device))
+        return peak_flops(device_module(device).get_device_name(device))
 
     def _leave_out_saving(self, trainer: pl.Trainer) -> None:
         saving = seconds_saving(trainer)

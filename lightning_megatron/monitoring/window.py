@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron.errors import ConfigError
 
 
@@ -107,7 +108,7 @@ def loss_of(outputs: Any, wait: bool) -> float | None:
         wait: also if that means to wait for a device.
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    if isinstance(loss, Tensor) and loss.numel() == 1 and (wait or loss.device.type == "cpu"):
+    if isinstance(loss, Tensor) and loss.numel() == 1 and (wait or on_host(loss.device)):
         return float(loss)
     return None
 

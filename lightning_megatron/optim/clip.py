@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.kernels import foreach_clamp_, foreach_mul_, foreach_norm
 from lightning_megatron.errors import (
     at_least,
@@ -68,9 +69,9 @@ def global_squares(
             full = [g for g in gradients if g.numel()]
             wide = all(g.dtype == torch.float64 for g in full)
             norms = foreach_norm(full, torch.float64 if wide else torch.float32)
-            if norms:
-                squares = torch.stack([n.to(device, torch.float64) for n in norms]).square()
-                total[index] += weight * squares.sum()
+            for same in _by_device(norms):
+                squares = torch.stack(same).to(torch.float64).square()
+                total[index] += weight * squares.sum().to(device)
     if group is not None:
         dist.all_reduce(total, group=group)
     return total
@@ -90,15 +91,22 @@ def finiteness(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     full = [g for g in gradients if g.numel()]
     # A host adds faster than it squares; elsewhere the norms of many take one kernel.
-    host = [g for g in full if g.device.type == "cpu"]
+    host = [g for g in full if on_host(g.device)]
     parts = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in host]
-    parts += foreach_norm([g for g in full if g.device.type != "cpu"], torch.float32)
+    parts += foreach_norm([g for g in full if not on_host(g.device)], torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for dtype in (torch.float32, torch.float64):
-        alike = [part.to(device) for part in parts if part.dtype == dtype]
-        if alike:
-            total += torch.stack(alike).sum()
+        for same in _by_device([part for part in parts if part.dtype == dtype]):
+            total += torch.stack(same).sum().to(device)
     return total
+
+
+def _by_device(scalars: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Scalars of each device: a sum of those of the host is sent to the device, not each."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for scalar in scalars:
+        found.setdefault(scalar.device, []).append(scalar)
+    return list(found.values())
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

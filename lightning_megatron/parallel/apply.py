@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron._torch.dtensor import has_hooks
 from lightning_megatron._torch.fsdp import move_outside_units
 from lightning_megatron.build.init import materialize
@@ -288,7 +289,7 @@ def _warn_of_idle_options(transforms: Transforms, device: torch.device) -> None:
     """Say which options of sharding have no effect in this run."""
     sharding, plain = transforms.sharding, ShardingConfig(stage=1)
     for option in ("offload_optimizer", "offload_parameters"):
-        if getattr(sharding, option) and device.type == "cpu":
+        if getattr(sharding, option) and in_host_memory(device):
             warnings.warn(
                 f"zero.{option}=True: this run is on CPUs, in whose memory everything is "
                 "anyway; it saves nothing",

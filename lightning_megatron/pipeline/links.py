@@ -138,7 +138,7 @@ class Links:
     Args:
         topology: the layout.
         stage_ranks: pipeline rank of every stage.
-        host_group: gloo group over the pp axis, where the device's own group is not gloo.
+        host_group: gloo group over the pp axis, where messages between stages are not on the host.
             Constructing is then collective over all processes.
         scatter_gather: whether tp ranks send parts of what they hold alike (see
             `pipeline.scatter_gather`).

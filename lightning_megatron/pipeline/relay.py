@@ -30,7 +30,7 @@ class StageRelay(Relay):
     Args:
         topology: the layout.
         stage_ranks: pipeline rank of every stage.
-        host_group: gloo group over the pp axis, where the device's own group is not gloo.
+        host_group: gloo group over the pp axis, where messages between stages are not on the host.
     """
 
     def __init__(

@@ -304,7 +304,7 @@ class Pipeline(Executor):
         trunk: the module's `PipelineSequential`, reduced to this rank's stages.
         make: from a number of microbatches, the schedule for training.
         stage_ranks: pipeline rank of every stage.
-        host_group: gloo group over the pp axis, where the device's own group is not gloo.
+        host_group: gloo group over the pp axis, where messages between stages are not on the host.
         scatter_gather: whether tp ranks send parts of what they hold alike.
         sections: told of every change between forward and backward.
     """

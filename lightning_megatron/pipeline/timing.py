@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron._torch.devices import device_module, on_host
 from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.schedules.schedule import Action, Kind, Schedule
@@ -47,8 +48,8 @@ class ActionClock:
     def __init__(self, device: torch.device) -> None:
         self._now: Callable[[], Any] = time.perf_counter
         self._between: Callable[[Any, Any], float] = lambda start, end: end - start
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
+        if not on_host(device):
+            module = device_module(device)
 
             def event() -> Any:
                 made = module.Event(enable_timing=True)

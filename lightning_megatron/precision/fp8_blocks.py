@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron._torch.devices import capability, is_cuda
 from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, MX_BLOCK, Blocks, in_blocks
 
 _TILE_ROWS, _TILE_BLOCKS = 128, 4
@@ -30,13 +31,13 @@ _TILE_ROWS, _TILE_BLOCKS = 128, 4
 
 def lack_of_kernels(recipe: str, device: torch.device) -> str | None:
     """Reason why products of ``blockwise`` or ``mxfp8`` must be emulated; None for kernels."""
-    if device.type != "cuda":
+    if not is_cuda(device):
         return "there are kernels for GPUs only"
     if torch.version.cuda is None:
         return "there are kernels for CUDA only"
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
-    cuda, major = _numbers(torch.version.cuda), torch.cuda.get_device_capability(device)[0]
+    cuda, major = _numbers(torch.version.cuda), capability(device)[0]
     if recipe == "mxfp8":
         if major < 10:
             return f"its kernels need a Blackwell (10.0), this is a {major}.x"

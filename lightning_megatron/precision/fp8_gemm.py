@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron._torch.devices import capability, device_module, is_cuda
 from lightning_megatron._torch.kernels import scaled_mm
 from lightning_megatron.precision.scaling import (
     ALIGNMENT,
@@ -45,14 +46,13 @@ SplitOperands = tuple[bool, bool, bool]
 
 def lack_of_units(device: torch.device) -> str | None:
     """Reason why a device cannot multiply in FP8; None if it can."""
-    if device.type != "cuda":
+    if not is_cuda(device):
         return None
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if (major, minor) >= (8, 9):
         return None
-    return (
-        f"{torch.cuda.get_device_name(device)} ({major}.{minor}) has no FP8 units (8.9 and later)"
-    )
+    name = device_module(device).get_device_name(device)
+    return f"{name} ({major}.{minor}) has no FP8 units (8.9 and later)"
 
 
 class Scaled(NamedTuple):

@@ -28,6 +28,7 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.precision.fp8_gemm import lack_of_units
 from lightning_megatron.precision.fp8_te import missing as te_missing
 from lightning_megatron.precision.fp8_torchao import missing as torchao_missing
@@ -99,7 +100,7 @@ def device_problems(recipe: str, backend: str, device: torch.device) -> list[str
 
 def offload_problems(gather: str, offload: bool, device: torch.device) -> list[str]:
     """Problems of ``gather`` with shards in host memory."""
-    if gather != "fp8" or not offload or device.type == "cpu":
+    if gather != "fp8" or not offload or in_host_memory(device):
         return []
     # FSDP2 brings shards to the device first, and does not find there how to send them.
     return [

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.precision.fp8_gemm import GRADIENT, WEIGHT, SplitOperands, X
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class TorchaoGemm:
         low: Tensor = self._ao.hp_tensor_to_float8_dynamic(
             tensor,
             cast.target_dtype,
-            self._gemms_of_cpus if tensor.is_cpu else self._gemms,
+            self._gemms_of_cpus if in_host_memory(tensor.device) else self._gemms,
             reduce_amax=whole and self._mesh is not None and self._split[which],
             gemm_input_role=_role(which),
             device_mesh=self._mesh,

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron._lightning.results import EVERYBODY, AmongRanks, synchronize_metrics
 from lightning_megatron._torch.collectives import start_all_gather
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.whole.splits import whole
@@ -30,7 +31,7 @@ def barrier(device: torch.device) -> None:
     """Wait for all processes."""
     if not dist.is_initialized():
         return
-    if device.type == "cuda":
+    if is_cuda(device):
         dist.barrier(device_ids=[device.index])
     else:
         dist.barrier()

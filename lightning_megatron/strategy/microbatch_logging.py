@@ -29,6 +29,7 @@ from lightning_megatron._lightning.results import (
     set_value_on_batch,
     value_on_batch,
 )
+from lightning_megatron._torch.devices import from_host, scalar_on
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.pipeline.microbatch import weighted_mean
 from lightning_megatron.topology.axis import Axis
@@ -73,7 +74,8 @@ class LogCall:
             return weighted_mean(values, [weight / total for weight in self.weights])
         parts = []
         for value, size in zip(values, self.batch_sizes, strict=True):
-            wide = _wide(size).to(value.device)
+            given = _wide(size) if isinstance(size, Tensor) else size
+            wide = scalar_on(value.device, given, torch.float64)
             # The mean over no token is not a number, and counts as little.
             parts.append(torch.stack([torch.where(wide > 0, value * wide, 0.0), wide]))
         sums = torch.stack(parts).sum(0)
@@ -260,7 +262,7 @@ class LogReplay:
         for call, value, size in zip(schema, values[::2], values[1::2], strict=True):
             options = dict(call.options)
             if call.sized:  # Lightning counts with tensors as well
-                options["batch_size"] = torch.as_tensor(size, device=self._device).to(torch.int64)
+                options["batch_size"] = scalar_on(self._device, size, torch.int64)
             if call.attribute is None:
                 self._module.log(call.name, self._scalar(value), **options)
             else:
@@ -272,7 +274,7 @@ class LogReplay:
         return list(extra)
 
     def _scalar(self, value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=self._dtype, device=self._device)
+        return scalar_on(self._device, value, self._dtype)
 
     def _packed(self, recorder: LogRecorder, call: LogCall) -> list[float | Tensor]:
         """Value and batch size."""
@@ -310,8 +312,12 @@ class LogReplay:
         return self._schemas[hook], shared, numbers[1 : 1 + len(extra)]
 
     def _pack(self, numbers: Sequence[float | Tensor]) -> Tensor:
-        wide = [_wide(number).to(self._device) for number in numbers]
-        return torch.stack(wide) if wide else torch.empty(0, dtype=torch.float64)
+        known = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+        packed = from_host(known, torch.float64, self._device)
+        for place, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                packed[place] = _wide(number)
+        return packed
 
     def _broadcast(self, message: Tensor) -> Tensor:
         if message.numel():

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_megatron import env
 from lightning_megatron._lightning.hooks import call_module_hook, set_device_mesh
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.build.meta_build import Attempt, refuse_spread
@@ -340,8 +341,8 @@ def _refuse_new_adapters(module: LightningModule, earlier: ParallelModule) -> No
 
 
 def host_group_along_pp(topology: Topology) -> dist.ProcessGroup | None:
-    """A gloo group along pp, where the device's own backend is another."""
-    if topology.pp.group is None or dist.get_backend(topology.pp.group) == "gloo":
+    """A gloo group along pp, where messages between stages are not on the host."""
+    if topology.pp.group is None or on_host(topology.device):
         return None
     return topology.new_group("pp", backend="gloo")
 

@@ -22,9 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron.checkpoint.chunks import Chunk, clean_name
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_generators
+from lightning_megatron.topology.rng import (
+    HostRandomness,
+    default_state,
+    derive_seed,
+    seed_generators,
+    set_default_state,
+)
 from lightning_megatron.whole.memory import own_weights
 
 
@@ -83,15 +90,15 @@ class RandomState:
     def now(self) -> RngSnapshot:
         """Present state of the generators of this process."""
         others = self._topology.rng.state_dict()
-        if self._topology.device.type == "cuda":
-            others["cuda"] = torch.cuda.get_rng_state(self._topology.device)
+        if is_cuda(self._topology.device):
+            others["cuda"] = default_state(self._topology.device)
         return RngSnapshot(HostRandomness.capture(), others)
 
     def return_to(self, moment: RngSnapshot) -> None:
         """Draw from now on as from then on."""
         moment.host.restore()
         if "cuda" in moment.others:
-            torch.cuda.set_rng_state(moment.others["cuda"].clone(), self._topology.device)
+            set_default_state(self._topology.device, moment.others["cuda"].clone())
         self._topology.rng.load_state_dict(moment.others)
 
     def save(
@@ -130,7 +137,7 @@ class RandomState:
         """Take what `restore` needs from a checkpoint of ``step``; return its ``by_token``."""
         loss_per_token: bool | None = saved["by_token"]
         rows, fields = saved["rows"], saved["fields"]
-        same_device = ("cuda" in fields) == (self._topology.device.type == "cuda")
+        same_device = ("cuda" in fields) == (is_cuda(self._topology.device))
         if saved["layout"] == _layout(self._topology) and same_device:
             parts = rows[self._topology.rank].split(list(fields.values()))
             self._row = dict(zip(fields, parts, strict=True))

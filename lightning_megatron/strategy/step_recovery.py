@@ -43,6 +43,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_megatron._lightning.results import initial_states, training_sums
+from lightning_megatron._torch.devices import pins
 from lightning_megatron.checkpoint.chunks import local_tensor
 from lightning_megatron.layers.experts.router import RouterStatistics
 from lightning_megatron.optim.held_tensors import states_in
@@ -360,7 +361,9 @@ class Rollback:
         for key, tensor in self._tensors():
             buffer = spare.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=pins(tensor.device)
+                )
             copy.tensors[key] = buffer.copy_(tensor, non_blocking=True)
         return copy
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.dtensor import forget_meshes, mend_operation_keys
 from lightning_megatron._torch.groups import is_known, split_world
 from lightning_megatron.topology.auxiliary_seeds import AuxiliarySeeds
@@ -263,7 +264,7 @@ class Topology:
         model = self._ranks("model")
         wide = [axis for axis in DERIVED_AXES["model"] if getattr(self.degrees, axis) > 1]
         group = None
-        if len(wide) == 1 and self.device.type == "cpu":
+        if len(wide) == 1 and on_host(self.device):
             group = self.mesh.get_group(wide[0])
         elif wide:
             group = self.new_group("model", backend="gloo")

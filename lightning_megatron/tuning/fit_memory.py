@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import device_module, is_cuda
 from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.microbatch import (
@@ -78,15 +79,15 @@ class CudaMemory(Memory):
     @property
     @override
     def total(self) -> int:
-        return int(torch.cuda.get_device_properties(self._device).total_memory)
+        return int(device_module(self._device).get_device_properties(self._device).total_memory)
 
     @override
     def peak_of(self, call: Callable[[], None]) -> int:
         forget_memory(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        device_module(self._device).reset_peak_memory_stats(self._device)
         call()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device)
+        device_module(self._device).synchronize(self._device)
+        return int(device_module(self._device).max_memory_allocated(self._device))
 
 
 class NoReduction:
@@ -143,7 +144,7 @@ class FittingMicrobatch:
         alone: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.memory: Memory | None = CudaMemory(device) if device.type == "cuda" else None
+        self.memory: Memory | None = CudaMemory(device) if is_cuda(device) else None
         self._device = device
         self._group = host_group
         self._alone = alone
@@ -279,8 +280,8 @@ def elements_of(batch: Any) -> int:
 def forget_memory(device: torch.device) -> None:
     """Give back what a failed step has held."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_cuda(device):
+        device_module(device).empty_cache()
 
 
 def suggested_size(run: Callable[[int], None], samples: int, memory: Memory) -> int:

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import device_module, in_host_memory, is_cuda, on_host
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.sequential import RemoteItem
@@ -134,9 +135,9 @@ class AdaptiveMemory(Tuner):
 
     def _now(self) -> float:
         device = self._parallel.topology.device
-        if device.type == "cpu":
+        if on_host(device):
             return time.process_time()  # whatever else the machine does meanwhile
-        torch.get_device_module(device).synchronize(device)
+        device_module(device).synchronize(device)
         return time.perf_counter()
 
     def _note(self, count: int) -> None:
@@ -184,7 +185,7 @@ class AdaptiveMemory(Tuner):
             return int(config.limit_gib * 2**30), memory
         assert config.limit_fraction is not None
         everyone = Peers().all_gather((socket.gethostname(), memory))
-        if topology.device.type == "cpu":
+        if in_host_memory(topology.device):
             hosts = [host for host, _ in everyone]
             everyone = [(host, size // hosts.count(host)) for host, size in everyone]
         memory = min(size for _, size in everyone)
@@ -321,6 +322,6 @@ def _as_alike(blocks: dict[str, Measured]) -> dict[str, Measured]:
 
 def _memory(device: torch.device) -> int:
     """Bytes that a device has in all."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if is_cuda(device):
+        return int(device_module(device).get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

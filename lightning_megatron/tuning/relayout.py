@@ -32,6 +32,7 @@ from safetensors.torch import save as safetensors_save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.checkpoint.chunk_exchange import ChunkExchange
 from lightning_megatron.checkpoint.chunks import Chunk, own_chunks, whole
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
@@ -223,7 +224,7 @@ class _Trunk:
                     key = keys.setdefault(buffer, f"buffer.{column}.{name}")
                     self._chunks[key] = whole(buffer, identical=False)
                     persists = leaf not in module._non_persistent_buffers_set
-                    notes[name] = key, persists, buffer.device.type == "cpu"
+                    notes[name] = key, persists, in_host_memory(buffer.device)
         return notes
 
     def _state(self, index: int, optimizer: Optimizer, names: Mapping[Tensor, str]) -> Any:

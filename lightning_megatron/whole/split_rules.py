@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.graphs import EnableTorchFunction, tree_map
 from lightning_megatron.comm.collectives import own_slice, start_gather
 from lightning_megatron.comm.functional import copy_to, gather_from, reduce_from
@@ -314,7 +315,7 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     (dim, index), size = given_by(args, kwargs, dim=None, index=None), x.shape[split.dim]
     if split_of(index) is not None or "out" in kwargs:
         return NotImplemented
-    if index.device.type == "cpu" and bool(((index < 0) | (index >= size * split.axis.size)).any()):
+    if on_host(index.device) and bool(((index < 0) | (index >= size * split.axis.size)).any()):
         whole_size = size * split.axis.size
         raise IndexError(f"index out of bounds for dimension {split.dim} of {whole_size}")
     local = index - size * split.axis.rank

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron._torch.devices import current_cuda_device
 from lightning_megatron._torch.graphs import EnableTorchFunction, tree_flatten
 from lightning_megatron.whole.torch_functions import (
     OF_MEMORY,
@@ -39,7 +40,7 @@ def device_of_result(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> to
     if name_of(func) == "cpu":
         return torch.device("cpu")
     if name_of(func) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
+        return current_cuda_device()
     given = [kwargs.get("device"), *(args[1:2] if kind_of(func) == "moved" else ())]
     for device in given:
         if isinstance(device, torch.device | str):

@@ -43,6 +43,7 @@ from lightning_megatron._torch.graphs import (
 from lightning_megatron._torch.wrappers import stand_in
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.rng import default_state
 from lightning_megatron.whole.divided_gradient import gradient_format
 from lightning_megatron.whole.memory import runs_layer
 from lightning_megatron.whole.splits import place_of, whole
@@ -463,9 +464,7 @@ class StageWeights:
 
     def _drawn(self) -> Tensor:
         """State of the generator of the device."""
-        device = self.topology.device
-        on_gpu = device.type == "cuda"
-        return torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        return default_state(self.topology.device)
 
     def _there(
         self,

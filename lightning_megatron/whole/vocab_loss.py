@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.graphs import differentiates_again
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.comm.functional import gather_from
@@ -170,7 +171,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> None:
     """Check targets as ``F.cross_entropy`` does, on CPU; a GPU would have to wait for this."""
-    if targets_n.device.type != "cpu":
+    if not on_host(targets_n.device):
         return
     outside = ((targets_n < 0) | (targets_n >= vocabulary)) & ~ignored_n
     if bool(outside.any()):

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron._torch.collectives import gather_now, reduce_scatter_now, start_all_gather
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
@@ -107,14 +108,14 @@ class UnitGather(_Memory):
         """Fill ``output_tensor`` with the ``input_tensor`` of every rank."""
         self._order.note("gather", self._unit, input_tensor.numel())
         self._meter.ring(_bytes(input_tensor) * (group.size() - 1), group)
-        on_host = output_tensor.device.type == "cpu"
+        waits = on_host(output_tensor.device)
         if async_op:
             work = start_all_gather(output_tensor, input_tensor, group)
             self._meter.started(work)
-            return _MeteredWork(work, self._meter) if on_host else work
+            return _MeteredWork(work, self._meter) if waits else work
         begin = time.perf_counter()
         gather_now(output_tensor, input_tensor, group)
-        if on_host:
+        if waits:
             self._meter.stood(time.perf_counter() - begin)
         return None
 
@@ -148,7 +149,7 @@ class UnitReduceScatter(_Memory):
         self._meter.ring(_bytes(input_tensor) * (ranks - 1) / ranks, group)
         begin = time.perf_counter()
         reduce_scatter_now(output_tensor, input_tensor, group, op)
-        if input_tensor.device.type == "cpu":
+        if on_host(input_tensor.device):
             self._meter.stood(time.perf_counter() - begin)
 
 

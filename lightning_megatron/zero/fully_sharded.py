@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import pins
 from lightning_megatron._torch.dtensor import has_hooks, has_storage, shard_of
 from lightning_megatron._torch.fsdp import (
     add_hook,
@@ -102,7 +103,7 @@ class FullySharded(ZeroDataParallel):
         self._follow_freezing = follow_freezing
         self._offload = OffloadPolicy()
         if offload:
-            self._offload = CPUOffloadPolicy(pin_memory=topology.device.type != "cpu")
+            self._offload = CPUOffloadPolicy(pin_memory=pins(topology.device))
         self._host_steps = offload_optimizer and not offload
         self.rows: dict[nn.Parameter, OwnedRows] = {}
         self.lends: dict[nn.Parameter, RowShard] = {}

@@ -18,11 +18,21 @@ A rank that has no gradient for a parameter counts as zeros, and a gradient that
 None: every part ends with one flag per member that says whether this rank had one. Gradients
 narrower than float32 are summed in float32 unless told otherwise.
 
+*Memory.* At most `IN_FLIGHT` buckets are under way at a time: before a further one starts, the
+oldest is taken in. With float32 sums a backward needs, beside what it keeps itself, ``4 P`` bytes
+for whole gradients (``.grad`` becomes a view of its bucket when that sets out, so there is no
+second copy), and for rows ``4 P / n`` bytes, the buckets under way and one that is filled. On a GPU
+the stream waits, and the host goes on.
+
 The reduction has process groups of its own: other collectives over the same ranks, such as those of
-SyncBatchNorm, may then come between two buckets in any order.
+SyncBatchNorm, may then come between two buckets in any order. Where there are such collectives
+(`GradientBuckets.meets`) no backward waits for a bucket: a rank that leaves a parameter unused
+starts the bucket at its end only, and would wait there for the collective of the one that waits.
+Buckets are then taken in as far as they have ended.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron._torch.collectives import start_reduce_scatter
+from lightning_megatron._torch.devices import from_host
 from lightning_megatron.topology.meter import Meter
 from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.zero.owned_rows import OwnedRows
@@ -38,6 +49,8 @@ from lightning_megatron.zero.owned_rows import OwnedRows
 BUCKET_BYTES = 25 << 20
 """Gradients that are reduced together; a smaller first bucket would start earlier, but is as much
 work for the host as a large one."""
+IN_FLIGHT = 2
+"""Buckets that are under way at a time; the next is filled meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +82,21 @@ class _Bucket:
     work: dist.Work | None = None
     sent: Tensor | None = None
     """The tensor given to the collective; it stays until it has ended."""
+    is_gradient: bool = False
+    """Whether every member's ``.grad`` is a piece of `sent`."""
     received: Tensor | None = None
     total: Tensor | None = None
     """This rank's part with its flags, summed over the microbatches of a batch."""
+
+    def pieces(self) -> list[Tensor]:
+        """Gradients of the members in what was sent; no views of it: ``detach_()`` is allowed."""
+        assert self.sent is not None
+        sizes = [parameter.numel() for parameter in self.members]
+        pieces = torch.split(self.sent[: sum(sizes)], sizes)
+        return [
+            piece.view(parameter.shape).detach()
+            for piece, parameter in zip(pieces, self.members, strict=True)
+        ]
 
 
 @memory_of_parts
@@ -86,6 +111,8 @@ class GradientBuckets:
         bucket_bytes: size at which a bucket is full.
         reduction: format of the sums; None: that of the gradients, at least float32.
         meter: counts what is sent, and how long nothing else is done.
+        meets: whether ranks that average also communicate with each other in the midst of a
+            backward.
         alone: whether `finish` follows at once upon the last backward of a batch. What is full with
             the last gradients is then left to it: a hook on each parameter costs more.
 
@@ -104,15 +131,18 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         reduction: torch.dtype | None = None,
         meter: Meter | None = None,
+        meets: bool = False,
         alone: bool = False,
     ) -> None:
         self._meter = Meter() if meter is None else meter
+        self._meets = meets
         self._alone = alone
         self._rows = rows or {}
         self._names = names or {}
         self._reduction = reduction
         self._buckets = _in_buckets(parameters, groups, bucket_bytes)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._under_way: deque[_Bucket] = deque()
         self._started = 0
         self._armed = False
         self._last = True
@@ -142,6 +172,7 @@ class GradientBuckets:
         """Reduce what ``.grad`` holds now, beginning with what has not begun yet; see `arm`."""
         self._last = last
         while self._started < len(self._buckets):
+            self._take_in(IN_FLIGHT - 1)
             self._start_next()
 
     def finish(self) -> None:
@@ -153,15 +184,7 @@ class GradientBuckets:
         self.start(last=self._last)
         self._armed = False
         self._started = 0
-        for bucket in self._buckets:
-            if bucket.work is None:
-                continue
-            self._meter.wait(bucket.work)
-            if self._sums(bucket):
-                self._write(bucket)
-            else:
-                self._add_part(bucket)
-            bucket.work = bucket.sent = bucket.received = None
+        self._take_in(0)
 
     def settle(self) -> None:
         """The microbatches of a batch have ended: give the rows their mean; collective."""
@@ -178,6 +201,7 @@ class GradientBuckets:
         self._armed = False
         self._last = True
         self._started = 0
+        self._under_way.clear()
         for bucket in self._buckets:
             bucket.total, bucket.had = None, set()
             bucket.work = bucket.sent = bucket.received = None
@@ -209,7 +233,29 @@ class GradientBuckets:
             )
         bucket.waiting.discard(position)
         while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
+            self._take_in(IN_FLIGHT - 1, wait=not self._meets)
             self._start_next()
+
+    def _take_in(self, most: int, *, wait: bool = True) -> None:
+        """Take in the oldest buckets under way until ``most`` are left.
+
+        Args:
+            most: number of buckets that may stay under way.
+            wait: whether to wait for them, or to leave what has not ended.
+        """
+        while len(self._under_way) > most:
+            bucket = self._under_way[0]
+            assert bucket.work is not None
+            if not (wait or bucket.work.is_completed()):
+                return
+            self._meter.wait(bucket.work)
+            with torch.no_grad():
+                if self._sums(bucket):
+                    self._write(bucket)
+                else:
+                    self._add_part(bucket)
+            bucket.work = bucket.sent = bucket.received = None
+            self._under_way.popleft()
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._started]
@@ -224,18 +270,24 @@ class GradientBuckets:
             bucket.rows = [self._rows[p] for p in members if p in self._rows]
         if not members:
             return
-        gradients = [p.grad for p in members]
-        held = [gradient is not None for gradient in gradients]
-        first = next((gradient for gradient in gradients if gradient is not None), members[0])
-        wide = self._reduction or torch.promote_types(first.dtype, torch.float32)
-        flags = torch.tensor(held, dtype=wide, device=first.device)
+        held = [p.grad is not None for p in members]
+        wide, device = self._summed_in(members), members[0].device
+        flags = from_host(held, wide, device)
         with torch.no_grad():
             if self._sums(bucket):
-                self._start_sum(bucket, gradients, flags)
+                self._start_sum(bucket, flags)
             else:
-                self._start_scatter(bucket, gradients, flags)
+                self._start_scatter(bucket, flags)
                 bucket.had |= {i for i, has in enumerate(held) if has}
+        self._under_way.append(bucket)
         self._meter.started(bucket.work)
+
+    def _summed_in(self, members: Sequence[nn.Parameter]) -> torch.dtype:
+        """Format of a bucket's sums."""
+        if self._reduction is not None:
+            return self._reduction
+        held = next((p.grad for p in members if p.grad is not None), members[0])
+        return torch.promote_types(held.dtype, torch.float32)
 
     def _sums(self, bucket: _Bucket) -> bool:
         """Whether a bucket's gradients stay whole."""
@@ -243,16 +295,20 @@ class GradientBuckets:
 
     # Whole gradients -----------------------------------------------------------------------------
 
-    def _start_sum(
-        self, bucket: _Bucket, gradients: Sequence[Tensor | None], flags: Tensor
-    ) -> None:
+    def _start_sum(self, bucket: _Bucket, flags: Tensor) -> None:
         pieces = [
-            flags.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
-            for parameter, gradient in zip(bucket.members, gradients, strict=True)
+            flags.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1)
+            for p in bucket.members
         ]
         length = sum([p.numel() for p in bucket.members]) + len(flags)
         bucket.sent = flat = flags.new_empty(length)
         torch.cat([*pieces, flags], out=flat)
+        bucket.is_gradient = True
+        for parameter, piece in zip(bucket.members, bucket.pieces(), strict=True):
+            if parameter.grad is not None and _is_gradient_of(piece, parameter):
+                parameter.grad = piece
+            else:
+                bucket.is_gradient = False
         everyone = bucket.groups.everyone
         bucket.work = dist.all_reduce(flat, group=everyone, async_op=True)
         ranks = everyone.size()
@@ -263,39 +319,39 @@ class GradientBuckets:
         assert bucket.sent is not None
         members, count = bucket.members, len(bucket.members)
         held = _holders(bucket.sent[-count:], all(p.grad is not None for p in members))
-        flat = bucket.sent[:-count].mul_(1.0 / bucket.groups.everyone.size())
-        pieces = torch.split(flat, [p.numel() for p in members])
-        for parameter, piece, holders in zip(members, pieces, held, strict=True):
+        bucket.sent.mul_(1.0 / bucket.groups.everyone.size())
+        if bucket.is_gradient:
+            return
+        for parameter, mean, holders in zip(members, bucket.pieces(), held, strict=True):
             if not holders:
                 continue
-            mean, held_in = piece.view(parameter.shape), parameter.grad_dtype
-            if parameter.is_contiguous() and held_in in (mean.dtype, None):
-                parameter.grad = mean.detach()  # in the bucket, but no view: detach_() is allowed
+            if _is_gradient_of(mean, parameter):
+                parameter.grad = mean
                 continue
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter, dtype=held_in)
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
             parameter.grad.copy_(mean)
 
     # Rows ----------------------------------------------------------------------------------------
 
-    def _start_scatter(
-        self, bucket: _Bucket, gradients: Sequence[Tensor | None], flags: Tensor
-    ) -> None:
+    def _start_scatter(self, bucket: _Bucket, flags: Tensor) -> None:
         group = bucket.groups.shard
         assert group is not None
         ranks, members = group.size(), bucket.rows
-        pieces = [
-            flags.new_zeros(ranks, rows.size) if gradient is None else rows.parts_of(gradient)
-            for rows, gradient in zip(members, gradients, strict=True)
-        ]
+        pieces = []
+        for parameter, rows in zip(bucket.members, members, strict=True):
+            gradient, parameter.grad = parameter.grad, None  # parts that are padded are a copy
+            if gradient is None:
+                pieces.append(flags.new_zeros(ranks, rows.size))
+            else:
+                pieces.append(rows.parts_of(gradient))
+            del gradient
         length = sum([rows.size for rows in members]) + len(members)
         sent = flags.new_empty(ranks, length)
         torch.cat([*pieces, flags.expand(ranks, -1)], 1, out=sent)
         bucket.sent, bucket.received = sent, flags.new_empty(length)
         self._meter.ring(sent.numel() * sent.element_size() * (ranks - 1) / ranks, group)
         bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
-        for parameter in bucket.members:
-            parameter.grad = None
 
     def _add_part(self, bucket: _Bucket) -> None:
         assert bucket.received is not None
@@ -334,6 +390,11 @@ class GradientBuckets:
 
 def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
     return list(map(id, one)) == list(map(id, other))
+
+
+def _is_gradient_of(piece: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a piece of a bucket can be the parameter's ``.grad``."""
+    return parameter.is_contiguous() and parameter.grad_dtype in (piece.dtype, None)
 
 
 def _holders(flags: Tensor, complete: bool) -> list[float]:

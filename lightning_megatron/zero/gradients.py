@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_megatron._torch.devices import from_host
 from lightning_megatron._torch.dtensor import stamps
 from lightning_megatron.optim.clip import (
     EPSILON,
@@ -665,10 +666,10 @@ def _sum_gradients(
     for dtype, members in by_dtype.items():
         wide = torch.promote_types(dtype, torch.float32)
         found = [role.held_gradient is not None for role in members]
-        counts = torch.tensor([float(f) for f in found], dtype=wide)
+        counts = from_host(found, wide, _target(members[0]).device)
         small = [role for role in members if _target(role).numel() <= _COALESCED]
         pieces = [_wide_gradient(role, wide) for role in small]
-        flat = torch.cat([counts.to(_target(members[0]).device), *pieces])
+        flat = torch.cat([counts, *pieces])
         dist.all_reduce(flat, group=group)
         holders = [1.0] * len(members) if all(found) else flat[: len(members)].tolist()
         held = {role.name for role, count in zip(members, holders, strict=True) if count}

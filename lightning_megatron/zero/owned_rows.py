@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron.optim.shard_spec import rows_of
 from lightning_megatron.whole.memory import memory_of_parts
 
@@ -231,7 +232,7 @@ class OwnedRows:
                 self._values.copy_(seen)
                 return
             expected = self.expected()
-            if seen.device.type == "cpu" and torch.equal(seen, expected):
+            if on_host(seen.device) and torch.equal(seen, expected):
                 return  # elsewhere a look at the answer would make the host wait
             torch.where(
                 seen == expected, self._values, seen.to(self._values.dtype), out=self._values

@@ -5,14 +5,15 @@ all of them. They travel in the format of the parameter, so in bfloat16 where th
 and the parameter is narrow (or as a `RowCodec` packs them), in buckets of about 25 MB in the order
 of the network: ``P (n - 1) / n`` elements sent by each of ``n`` ranks for ``P`` elements.
 
-All buckets are started as soon as the step is done, and each is written while the next is under
-way. On a GPU waiting is a matter of streams: the host goes on at once, and whatever reads a weight
-afterwards runs after its gather. On a CPU the host waits. It could wait later, in front of the
-first forward that needs a weight; but anything may read weights before and beside forwards
-(``F.linear(x, self.net[0].weight)``, a data set that asks the network, a hook, a logger), where
-nothing would tell it to wait.
+Buckets are started as soon as the step is done, `IN_FLIGHT` at a time, and each is written while
+the next is under way: so much a gather needs beside the parameters. On a GPU waiting is a matter of
+streams: the host goes on at once, and whatever reads a weight afterwards runs after its gather. On
+a CPU the host waits. It could wait later, in front of the first forward that needs a weight; but
+anything may read weights before and beside forwards (``F.linear(x, self.net[0].weight)``, a data
+set that asks the network, a hook, a logger), where nothing would tell it to wait.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,6 +27,9 @@ from lightning_megatron.topology.meter import Meter
 from lightning_megatron.whole.memory import memory_of_parts
 from lightning_megatron.zero.grad_buckets import BUCKET_BYTES
 from lightning_megatron.zero.owned_rows import OwnedRows
+
+IN_FLIGHT = 2
+"""Buckets that are under way at a time."""
 
 
 class RowCodec(Protocol):
@@ -55,8 +59,6 @@ class _Bucket:
     sizes: list[int] = field(default_factory=list)
     """Elements of each member in a rank's part."""
     work: dist.Work | None = None
-    sent: Tensor | None = None
-    """This rank's part, padded; it stays until the gather has ended."""
     received: Tensor | None = None
 
 
@@ -105,9 +107,13 @@ class RowGather:
         self._gather(self._in_buckets(members, {}))
 
     def _gather(self, buckets: Sequence[_Bucket]) -> None:
+        under_way: deque[_Bucket] = deque()
         for bucket in buckets:
+            if len(under_way) == IN_FLIGHT:
+                self._finish(under_way.popleft())
             self._start(bucket)
-        for bucket in buckets:
+            under_way.append(bucket)
+        for bucket in under_way:
             self._finish(bucket)
 
     def gather_gradients(self, members: Sequence[OwnedRows]) -> None:
@@ -175,11 +181,11 @@ class RowGather:
             pieces.append(piece)
             if piece.numel() < size:
                 pieces.append(piece.new_zeros(size - piece.numel()))
-        sent = torch.empty(sum(bucket.sizes), dtype=bucket.wire, device=device)
+        ranks, rank, length = self._group.size(), self._group.rank(), sum(bucket.sizes)
+        bucket.received = torch.empty(ranks * length, dtype=bucket.wire, device=device)
+        sent = bucket.received.narrow(0, rank * length, length)  # where it belongs, as FSDP2 does
         torch.cat(pieces, out=sent)
-        bucket.sent = sent
-        bucket.received = sent.new_empty(self._group.size() * len(sent))
-        self._meter.ring(sent.nbytes * (self._group.size() - 1), self._group)
+        self._meter.ring(sent.nbytes * (ranks - 1), self._group)
         bucket.work = start_all_gather(bucket.received, sent, self._group)
         self._meter.started(bucket.work)
 
@@ -192,4 +198,4 @@ class RowGather:
         with torch.no_grad():
             for rows, codec, part in zip(bucket.members, bucket.codecs, parts, strict=True):
                 rows.write_parts(part, None if codec is None else codec.unpack)
-        bucket.work = bucket.sent = bucket.received = None
+        bucket.work = bucket.received = None

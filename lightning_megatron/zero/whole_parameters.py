@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import expert_parameters
+from lightning_megatron.layers.batch_norm import BATCH_NORMS_OVER_RANKS
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.topology.mesh import ParameterAxes, Topology
 from lightning_megatron.whole.memory import memory_of_parts
@@ -73,6 +74,8 @@ class WholeParameters(ZeroDataParallel):
         self._gathers: list[tuple[RowGather, set[nn.Parameter]]] = []
         """Ways back from the owners, and the parameters that each is for."""
         self._blocked = False
+        self._meets = topology.cp.size > 1
+        """Whether ranks that average gradients also communicate in the midst of a backward."""
         self._whole = not self._divides
         self._is_wide = False
         self._stepped: WeakKeyDictionary[Optimizer, _Stepped] = WeakKeyDictionary()
@@ -92,6 +95,7 @@ class WholeParameters(ZeroDataParallel):
             narrow: whether they are computed with in the format of the computation.
         """
         experts = expert_parameters(module)
+        self._meets |= any(isinstance(m, BATCH_NORMS_OVER_RANKS) for m in module.modules())
         for parameter in module.parameters():
             if parameter in self.rows or has_no_rows(parameter):
                 continue
@@ -131,6 +135,7 @@ class WholeParameters(ZeroDataParallel):
             experts: whether any rank has experts.
         """
         meter = self._topology.loss.meter
+        meets = self._meets or experts
         groups: dict[nn.Parameter, ReductionGroups] = {}
         for axes in self._topology.all_axes if experts else (self._topology.dense,):
             own = self._groups(axes)
@@ -152,6 +157,7 @@ class WholeParameters(ZeroDataParallel):
                 names={role.parameter: role.name for role in roles},
                 reduction=self._types.reduction,
                 meter=meter,
+                meets=meets,
                 alone=len(stages) == 1,
             )
             for stage in stages

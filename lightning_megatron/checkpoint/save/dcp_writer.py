@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.hashed_files import FileEntry
 from lightning_megatron.checkpoint.directory.manifest import ChunkEntry, Part, TensorEntry
@@ -183,7 +184,7 @@ def write_shards(
         CheckpointError: a file cannot be written; it has the system's error and the free space.
     """
     # Copying ahead is for device tensors: it opens a stream on a device of its own choice.
-    on_device = any(not chunk.tensor.is_cpu for chunk in chunks.values())
+    on_device = any(not in_host_memory(chunk.tensor.device) for chunk in chunks.values())
     writer = _Writer(directory, copy_ahead=10_000_000 if on_device else 0)
     try:
         places = writer.write_data(plan.mine, _SavePlanner(chunks, stop)).value()

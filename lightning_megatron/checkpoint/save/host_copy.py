@@ -14,10 +14,12 @@ newer than the other half.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_megatron._torch.devices import device_module, on_host, pins
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.errors import CheckpointError
 
@@ -52,9 +54,11 @@ class HostCopy:
         buffers = self._provide(wanted)
         with torch.no_grad():
             for name, chunk in wanted.items():
-                if not chunk.tensor.is_cuda:
+                if on_host(chunk.tensor.device):
                     buffers[name].copy_(chunk.tensor)
-            self._transfer.start({n: c for n, c in wanted.items() if c.tensor.is_cuda}, buffers)
+            self._transfer.start(
+                {n: c for n, c in wanted.items() if not on_host(c.tensor.device)}, buffers
+            )
         self._chunks = {name: replace(wanted[name], tensor=buffers[name]) for name in wanted}
         self._stamps = _stamps(chunks)
         return self._chunks
@@ -90,7 +94,7 @@ class HostCopy:
             if name not in fitting:
                 source = chunk.tensor
                 fitting[name] = torch.empty(
-                    source.shape, dtype=source.dtype, pin_memory=source.is_cuda
+                    source.shape, dtype=source.dtype, pin_memory=pins(source.device)
                 )
         return fitting
 
@@ -99,8 +103,8 @@ class _Transfer:
     """Copies from GPUs, which may be under way."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._events: dict[torch.device, Any] = {}
         # Sources and their first stamps; two threads read the pair, so it is set at once.
         self._watched: tuple[dict[str, Chunk], dict[str, Stamp] | None] = {}, {}
         self._holds_up = True
@@ -124,22 +128,23 @@ class _Transfer:
     def _start_on(
         self, device: torch.device, chunks: Mapping[str, Chunk], buffers: Mapping[str, Tensor]
     ) -> None:
-        training = torch.cuda.current_stream(device)
+        kind = device_module(device)
+        training = kind.current_stream(device)
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = kind.Stream(device)
         beside = self._streams[device]
         for name, chunk in chunks.items():
             if not chunk.identical:
                 buffers[name].copy_(chunk.tensor, non_blocking=True)
         beside.wait_stream(training)
-        with torch.cuda.stream(beside):
+        with kind.stream(beside):
             for name, chunk in chunks.items():
                 if chunk.identical:
                     buffers[name].copy_(chunk.tensor, non_blocking=True)
                     # Should it be freed meanwhile, its memory is not given to another tensor.
                     chunk.tensor.record_stream(beside)
             # The thread that waits for it sleeps instead of spinning.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event = kind.Event(blocking=True)
             event.record(beside)
         self._events[device] = event
 
@@ -149,7 +154,7 @@ class _Transfer:
         sources, before = self._watched
         self._undisturbed = _stamps(sources) == before
         for device, event in self._events.items():
-            torch.cuda.current_stream(device).wait_event(event)
+            device_module(device).current_stream(device).wait_event(event)
         self._holds_up = True
 
     def wait(self) -> None:
@@ -172,7 +177,7 @@ def _fits(buffer: Tensor, chunk: Chunk) -> bool:
     return (
         buffer.shape == source.shape
         and buffer.dtype == source.dtype
-        and buffer.is_pinned() == source.is_cuda
+        and buffer.is_pinned() == pins(source.device)
     )
 
 

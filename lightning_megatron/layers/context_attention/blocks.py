@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.context_attention.documents import Documents, seen_mask
+from lightning_megatron.layers.context_attention.documents import Documents, documents_in, seen_mask
 from lightning_megatron.layers.context_attention.kernels import (
     Kernel,
     ReferenceKernel,
@@ -108,7 +108,7 @@ class Blocks:
         self._documents: Documents | None = None
         if documents is not None:
             padded = task.rows.length if task.trimmed else task.rows.padded
-            self._documents = Documents(documents, padded, chunk, self._tile)
+            self._documents = documents_in(documents, padded, chunk, self._tile)
         biased = mask is not None or alibi is not None
         self._kernel: Kernel = ReferenceKernel()
         if not task.reference:

@@ -5,13 +5,15 @@ the largest id are enough to tell most pairs: disjoint intervals see nothing, an
 sees all. For what lies between there is a mask. The padding behind the sequence is a document of
 its own.
 
-The ids are read on the host, once a call; on a GPU this waits for the device.
+The ids are read on the host, once for the tensor that holds them; on a GPU this waits for the
+device.
 """
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.layers.context_attention.plan import Relation, Rule
+from lightning_megatron.layers.packed_documents import remembered
 
 Extent = tuple[tuple[int, int], ...]
 """Smallest and largest id of a tile in every sequence of the batch."""
@@ -41,7 +43,7 @@ class Documents:
         if short:
             by_chunk = torch.cat([by_chunk, by_chunk[..., -1:].expand(-1, -1, short)], -1)
         by_tile = torch.unflatten(by_chunk, 2, (tiles, tile)).flatten(1, 2)
-        low, high = by_tile.amin(-1).t().tolist(), by_tile.amax(-1).t().tolist()
+        low, high = torch.stack([by_tile.amin(-1).t(), by_tile.amax(-1).t()]).tolist()
         self._tiles = tiles
         self._extents: list[Extent] = [
             tuple(zip(*both, strict=True)) for both in zip(low, high, strict=True)
@@ -57,6 +59,12 @@ class Documents:
     def _extent(self, tile: range) -> Extent:
         chunk, place = divmod(tile.start, self._chunk)
         return self._extents[chunk * self._tiles + place // self._tile]
+
+
+def documents_in(ids: Tensor, padded: int, chunk: int, tile: int) -> Documents:
+    """Documents of the sequences of a batch, which all calls with the same ``ids`` share."""
+    key = "tiles", padded, chunk, tile
+    return remembered(ids, key, lambda: Documents(ids, padded, chunk, tile))
 
 
 def seen_mask(

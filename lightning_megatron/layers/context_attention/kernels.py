@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_megatron._torch.devices import in_host_memory, is_cuda
 from lightning_megatron._torch.kernels import (
     cpu_attention,
     cpu_attention_backward,
@@ -173,9 +174,9 @@ def choose(q: Tensor, *, bias: bool, dropout: bool) -> Kernel:
     """
     if dropout:
         return ReferenceKernel()
-    if q.device.type == "cpu":
+    if in_host_memory(q.device):
         return CpuKernel()
-    if q.device.type != "cuda" or q.dtype == torch.float64:
+    if not is_cuda(q.device) or q.dtype == torch.float64:
         return ReferenceKernel()
     head = q.shape[-1]
     half = q.dtype in (torch.float16, torch.bfloat16)

@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, can_defer, compute_dtype
-from lightning_megatron.layers.experts.grouped import TorchGroupedGemm
+from lightning_megatron.layers.experts.grouped import RowCounts, TorchGroupedGemm
 from lightning_megatron.layers.gemm import GroupedGemm
 from lightning_megatron.layers.mlp import activation_function
 from lightning_megatron.layers.size_checks import Activation
@@ -76,7 +76,7 @@ def expert_mlp(
     if wgrad_queue is not None and not (wgrad_queue.enabled and can_defer(weights)):
         wgrad_queue = None
     options = _Options(
-        list(counts),
+        RowCounts(counts),
         activation,
         gradient_factor,
         wgrad_queue,

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron._torch.devices import capability, from_host, is_cuda, on_host
+
 _ALIGNMENT = 16
 """Divisor of the bytes of a row, as `grouped_mm` requires."""
 _KERNEL_DTYPES = {
@@ -39,12 +41,22 @@ def has_kernel(x_ni: Tensor, out_features: int) -> bool:
         return False
     if any(size * dtype.itemsize % _ALIGNMENT for size in (x_ni.shape[1], out_features)):
         return False
-    return kind == "cpu" or torch.cuda.get_device_capability(x_ni.device) >= _KERNEL_CAPABILITY
+    return not is_cuda(x_ni.device) or capability(x_ni.device) >= _KERNEL_CAPABILITY
 
 
-def _ends(counts: list[int], device: torch.device) -> Tensor:
-    """Index behind the last row of each group, ``[g]`` int32."""
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+class RowCounts(list[int]):
+    """Number of rows of each group, and on the device where they end.
+
+    All products of a call share one, so that its numbers are sent to the device once.
+    """
+
+    _ends: Tensor | None = None
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Index behind the last row of each group, ``[g]`` int32."""
+        if self._ends is None:
+            self._ends = from_host(list(accumulate(self)), torch.int32, device)
+        return self._ends
 
 
 class TorchGroupedGemm:
@@ -70,7 +82,7 @@ class TorchGroupedGemm:
         weight_gio = weight_goi.transpose(1, 2)
         if total_ni is None:
             return _multiply(gradient, weight_gio, counts)
-        if not gradient.is_cpu:
+        if not on_host(gradient.device):
             return total_ni.add_(_multiply(gradient, weight_gio, counts))
         # On CPUs the product adds to what is there, and needs no memory of its own.
         parts = zip(
@@ -111,6 +123,10 @@ class TorchGroupedGemm:
             else:
                 torch.addmm(out, grad.t(), x, beta=0, alpha=factor, out=out)
         return found.to(dtype)
+
+
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    return (counts if isinstance(counts, RowCounts) else RowCounts(counts)).ends(device)
 
 
 def _multiply(x_nk: Tensor, weight_gmk: Tensor, counts: list[int]) -> Tensor:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_megatron._torch.devices import on_host
 from lightning_megatron.layers.experts.config import RouterConfig
 
 LEAST_SUM = 1e-20
@@ -73,7 +74,7 @@ def highest(x_tn: Tensor, k: int) -> Tensor:
     that question would wait for the device; ``k`` maxima, whose index is the first by definition,
     do not.
     """
-    if not _on_host(x_tn):
+    if not on_host(x_tn.device):
         return _maxima(x_tn, k)
     values, found = x_tn.topk(min(k + 1, x_tn.shape[-1]), dim=-1)
     tied = (values[:, 1:] == values[:, :-1]).any(-1)
@@ -82,10 +83,6 @@ def highest(x_tn: Tensor, k: int) -> Tensor:
         order = x_tn[rows].sort(dim=-1, descending=True, stable=True).indices
         found[rows] = order[:, : found.shape[-1]]
     return found[:, :k]
-
-
-def _on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu"
 
 
 def _maxima(x_tn: Tensor, k: int) -> Tensor:

@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import random_numbers_kept
 from lightning_megatron._torch.fsdp import class_name
 from lightning_megatron._torch.graphs import compile_with_callers_only, tree_flatten
 from lightning_megatron.layers.experts.decisions import Decisions, uncounted
@@ -183,13 +184,13 @@ class CheckpointedForward(BlockForward):
     def _measure(self, now: Callable[[], float], args: Any, kwargs: Any) -> BlockCosts:
         """Run more often for its own sake: plainly, noting results, and with these results."""
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        devices = {t.device.index or 0 for t in inputs if t.device.type == "cuda"}
+        devices = {t.device for t in inputs}
         own = {address(t) for t in (*self._block.parameters(), *self._block.buffers())}
         held = _Sizes(inputs).bytes
 
         def run(context: AbstractContextManager[Any], pack: Callable[[Tensor], Any]) -> float:
             with (
-                torch.random.fork_rng(devices=list(devices)),
+                random_numbers_kept(*devices),
                 _without_counting(self._counting),
                 uncounted(),
                 saved_tensors_hooks(pack, lambda packed: packed),

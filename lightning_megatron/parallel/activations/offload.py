@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
+from lightning_megatron._torch.devices import device_module, on_host, pins
 from lightning_megatron._torch.graphs import tree_flatten
 from lightning_megatron.parallel.forward_wrapper import BlockForward, address
 
@@ -61,7 +62,7 @@ class Offloader:
     def __init__(self, device: torch.device, min_bytes: int = 0) -> None:
         self._device = device
         self._min_bytes = min_bytes
-        self.instant = device.type == "cpu"
+        self.instant = on_host(device)
         self.held = self.most = 0
         self._latest: _Passage | None = None
         self._leaving: _Passage | None = None
@@ -144,7 +145,7 @@ class Offloader:
         """Begin to copy to the host."""
         kind, out, _ = self._lanes()
         out.wait_stream(kind.current_stream())
-        pin = self._device.type != "cpu"
+        pin = pins(self._device)
         leaving = [stored for stored in passage.alive() if stored.host is None]
         with kind.stream(out), torch.no_grad():
             for stored in leaving:
@@ -178,10 +179,10 @@ class Offloader:
     def wait_for(self, event: Any) -> None:
         """Let the computation wait for a copy."""
         if event is not None:
-            torch.get_device_module(self._device).current_stream().wait_event(event)
+            device_module(self._device).current_stream().wait_event(event)
 
     def _lanes(self) -> tuple[Any, Any, Any]:
-        kind: Any = torch.get_device_module(self._device)
+        kind: Any = device_module(self._device)
         if self._streams is None:
             self._streams = kind.Stream(), kind.Stream()
         return kind, *self._streams

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron._torch.devices import in_host_memory, random_numbers_kept
 from lightning_megatron._torch.graphs import tree_flatten, tree_unflatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import uncounted
@@ -153,7 +154,7 @@ class ContextCheck:
         """Output of an item, or what is wrong with it."""
         assert item.bare is not None
         ways: list[tuple[torch.dtype | None, torch.device]] = [(short.dtype, torch.device("cpu"))]
-        if self._device.type != "cpu":
+        if not in_host_memory(self._device):
             ways.append((None, self._device))
         error: Exception | None = None
         for dtype, device in ways:
@@ -359,13 +360,12 @@ def _signature(bare: nn.Module) -> Any:
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Context that leaves random numbers and modes of torch as they are."""
-    devices = [device] if device.type == "cuda" else []
     numpy = sys.modules.get("numpy")
     state, kind = random.getstate(), torch.get_default_dtype()
     numpys = None if numpy is None else numpy.random.get_state()
     try:
         with (
-            torch.random.fork_rng(devices=devices),
+            random_numbers_kept(device),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             torch.inference_mode(False),

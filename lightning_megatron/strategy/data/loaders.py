@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import env
 from lightning_megatron._lightning.connectors import divide_data, divides_data
 from lightning_megatron._lightning.loaders import makes_training_loader
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.data.reading.batch_sizes import BatchSizes
 from lightning_megatron.data.reading.first_batches import compare_batches
 from lightning_megatron.data.reading.global_batch import schedule_of, sized
@@ -103,7 +104,7 @@ class DataLoading:
             None if readers is None else len(readers),
             module,
             divides=divides_data(module.trainer) or self._divides,
-            on_host=device.type == "cpu",
+            on_host=in_host_memory(device),
         )
 
     def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:

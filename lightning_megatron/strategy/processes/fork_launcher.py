@@ -49,6 +49,7 @@ from lightning_megatron._lightning.launch import (
     run_as_entry_point,
 )
 from lightning_megatron._lightning.loaders import forget_loader_states
+from lightning_megatron._torch.devices import cuda_is_initialized
 from lightning_megatron._torch.dtensor import forget_meshes
 from lightning_megatron._torch.groups import abandon_process_groups
 from lightning_megatron._torch.kernels import end_kernel_threads
@@ -121,7 +122,7 @@ class ForkLauncher(LauncherBase):
     # Before --------------------------------------------------------------------------------------
 
     def _prepare(self, trainer: pl.Trainer) -> None:
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        used = cuda_is_initialized()
         if used and isinstance(self._strategy.accelerator, CUDAAccelerator):
             raise ConfigError(
                 "connection.start='fork': this process has used CUDA already (a tensor on a GPU, a "

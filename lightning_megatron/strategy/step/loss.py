@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_megatron._torch.devices import scalar_on
 from lightning_megatron.data.reading.shares import Portion
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.microbatch import Microbatches, batch_size_of, weighted_mean
@@ -129,9 +130,7 @@ class LossShare:
             dtype: of the result.
         """
         device = self._topology.device
-        total, count = (
-            torch.as_tensor(x, dtype=torch.float64, device=device) for x in (loss, tokens)
-        )
+        total, count = (scalar_on(device, x, torch.float64) for x in (loss, tokens))
         if not isinstance(tokens, Tensor) and tokens < 0:
             mean = total.to(dtype)
             if self.portion is not None:

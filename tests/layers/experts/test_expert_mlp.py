@@ -1,6 +1,6 @@
 """The MLPs of several experts in one node: the numbers of one MLP for each, and less memory."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron import ConfigError
+from lightning_megatron._torch import devices
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, add_gradients, attach
+from lightning_megatron.layers.experts import grouped
 from lightning_megatron.layers.experts.expert_mlp import expert_mlp
 from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.experts.stack import Experts
@@ -216,3 +218,17 @@ def test_a_zero_bubble_backward_defers_experts() -> None:
     add_gradients(tasks)
     for name, p in block.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_call_sends_its_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads them on the device in nine products, for which the host would wait."""
+    sent = []
+
+    def from_host(*args: Any) -> Tensor:
+        sent.append(args[0])
+        return devices.from_host(*args)
+
+    monkeypatch.setattr(grouped, "from_host", from_host)
+    x, *weights = leaves("swiglu", torch.float32, 8, 8)
+    expert_mlp(x, weights, COUNTS, "swiglu").sum().backward()
+    assert sent == [[3, 3, 8, 9]]
