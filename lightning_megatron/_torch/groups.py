@@ -63,14 +63,24 @@ def split_world(
     return mine
 
 
+DEVICE_RECORDER = "nccl:"
+"""Begin of the numbers that `flight_recorder` has for the groups of a device's backend."""
+ON_HOST = " on hosts"
+"""End of the name of a group's gloo half, where the group has another half on devices."""
+
+
 def group_ranks() -> dict[str, list[int]]:
-    """The process groups this rank is in, by the name that the flight recorder uses (2.11-2.13)."""
+    """The process groups this rank is in, by the name that `flight_recorder` uses (2.11-2.13)."""
     if not dist.is_initialized():
         return {}
     groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
     # Groups that this rank is not in stand there as a number.
     own = [(g, ranks) for g, ranks in groups if isinstance(g, dist.ProcessGroup)]
-    return {group.group_name: sorted(ranks) for group, ranks in own}
+    found = {group.group_name: sorted(ranks) for group, ranks in own}
+    for group, ranks in own:
+        if "," in dist.distributed_c10d._world.pg_map[group][0]:
+            found[group.group_name + ON_HOST] = sorted(ranks)
+    return found
 
 
 def abandon_process_groups() -> list[Any]:
@@ -109,19 +119,39 @@ def restart_group_names() -> None:
 
 
 def flight_recorder(*, entries: bool) -> dict[str, Any]:
-    """Records of this process' collectives from the flight recorder (2.11-2.13).
+    """Records of this process' collectives from torch's flight recorders (2.11-2.13).
+
+    torch has two: one of gloo's groups, and one of NCCL's (RCCL's). Both number their groups from
+    0; here the numbers of the second begin with `DEVICE_RECORDER`. A group that both record
+    ("cpu:gloo,cuda:nccl") counts the collectives of each backend apart, so its gloo half gets a
+    name of its own (`ON_HOST`).
 
     Args:
         entries: list the latest collectives (the recorder's 2000 take a tenth of a second), or tell
             no more than how many each group has begun and completed (a tenth of a millisecond).
 
     Returns:
-        The recorder's own format, empty where it is not there.
+        The recorders' own format, without entries and groups where they are not there.
     """
-    c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
-        c10d, "_dump_nccl_trace_json", None
-    )
+    host = _dump("_dump_fr_trace_json", entries=entries)
+    device = _dump("_dump_nccl_trace_json", entries=entries)
+    listed = [*device.get("entries", ())]
+    both = {entry["process_group"][0] for entry in listed if entry.get("process_group")}
+    for entry in listed:
+        entry["pg_id"] = f"{DEVICE_RECORDER}{entry.get('pg_id', 0)}"
+    for entry in host.get("entries", ()):
+        name, *described = entry.get("process_group", ("?",))
+        if name in both:
+            entry["process_group"] = [name + ON_HOST, *described]
+        listed.append(entry)
+    status = dict(host.get("pg_status", {}))
+    status |= {f"{DEVICE_RECORDER}{n}": state for n, state in device.get("pg_status", {}).items()}
+    return {"entries": listed, "pg_status": status}
+
+
+def _dump(name: str, *, entries: bool) -> dict[str, Any]:
+    """What one of the flight recorders has; empty in a torch without it, or without records."""
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
     if dump is None:
         return {}
     try:
