@@ -1,7 +1,8 @@
 """Process groups and the stores by which their ranks meet."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -36,31 +37,81 @@ def is_known(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
-def split_world(
-    parts: Sequence[Sequence[int]], timeout: timedelta | None
+def make_group(
+    parts: Sequence[Sequence[int]],
+    timeout: timedelta | None,
+    *,
+    backend: str | None = None,
+    name: str | None = None,
 ) -> dist.ProcessGroup | None:
     """Make a group of each of several disjoint lists of ranks; returns this rank's (2.11-2.13).
 
-    Every process calls this at the same point. Where the default group is bound to a device, its
-    communicator is split once, whatever the number of parts; otherwise each part costs the ranks
-    outside it a counter. ``bound_device_id`` has no public name.
+    Every process calls this at the same point, with the same lists. What it costs does not depend
+    on their number where a default group is bound to a device: its communicator is split once for
+    all lists, and gloo's groups are made as if it was not bound. (``new_group`` would split it once
+    for every list, also for groups of gloo.) Otherwise a list costs the ranks outside it a counter.
 
     Args:
         parts: global ranks; each rank in one part, so that all count their groups alike: torch
             names a split group by the number of groups that a rank is in.
-        timeout: of the groups; the default group's when None.
+        timeout: of the groups; the default group's when None. torch's own default for NCCL is ten
+            minutes, after which it ends the process.
+        backend: None for the default group's.
+        name: what the flight recorder calls the groups.
+
+    Returns:
+        The group; None where this rank is alone in its part and no communicator was split.
     """
     world: Any = dist.group.WORLD
-    if world.bound_device_id is not None:
-        ranks = [list(part) for part in parts]
-        split: Any = dist.split_group(split_ranks=ranks, timeout=timeout)
+    lists = [list(part) for part in parts]
+    if max(map(len, lists)) == 1:
+        return None
+    timeout = timeout_of(world) if timeout is None else timeout
+    if world.bound_device_id is not None and backend is None:
+        split: Any = dist.split_group(split_ranks=lists, timeout=timeout, group_desc=name)
         return split if isinstance(split, dist.ProcessGroup) else None
     mine: dist.ProcessGroup | None = None
-    for part in parts:
-        if len(part) > 1:
-            group: Any = dist.new_group(list(part), timeout=timeout)
-            mine = group if dist.get_rank() in part else mine
+    with _unbound(world):
+        for part in lists:
+            if len(part) > 1:
+                group: Any = dist.new_group(part, timeout=timeout, backend=backend, group_desc=name)
+                mine = group if dist.get_rank() in part else mine
     return mine
+
+
+def make_lone_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a group of this rank alone, as meshes want one of an axis of size 1 (2.11-2.13).
+
+    Every process calls this at the same point. It has no communicator until somebody uses it.
+    """
+    world: Any = dist.group.WORLD
+    timeout = timeout_of(world) if timeout is None else timeout
+    with _unbound(world):
+        group: Any = dist.new_group(
+            [dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="alone"
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Context in which the default group is bound to no device, so that nobody splits it."""
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Time after which a collective of a group fails; None for test backends (2.11-2.13)."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if (found := getattr(options, "_timeout", None)) is not None:
+            assert isinstance(found, timedelta)
+            return found
+    return None
 
 
 DEVICE_RECORDER = "nccl:"

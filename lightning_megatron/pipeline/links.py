@@ -259,7 +259,7 @@ def _open_streams(
         busy = {rank for stream in streams for rank in stream}
         alone = tuple((rank,) for rank in range(pp.size) if rank not in busy)
         # A group's ranks are a set: the direction is known by the round.
-        group = topology.part_group("pp", streams + alone)
+        group = topology.part_group("pp", streams + alone, "stream")
         for stream in streams:
             if pp.rank in stream and group is not None:
                 found[stream] = group

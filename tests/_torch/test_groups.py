@@ -33,8 +33,8 @@ def dump(backend: str, group: str, number: int, completed: int, state: str) -> s
 def recorded(host: str, device: str) -> dict[str, Any]:
     """What is read where torch has both recorders."""
     with (
-        mock.patch.object(C10D, "_dump_fr_trace_json", lambda **how: host),
-        mock.patch.object(C10D, "_dump_nccl_trace_json", lambda **how: device, create=True),
+        mock.patch.object(C10D, "_dump_fr_trace_json", return_value=host),
+        mock.patch.object(C10D, "_dump_nccl_trace_json", return_value=device, create=True),
     ):
         return flight_recorder(entries=True)
 
@@ -72,6 +72,7 @@ def test_the_two_halves_of_a_group_are_counted_apart() -> None:
 
 
 def test_a_torch_without_nccl_has_one_recorder() -> None:
-    with mock.patch.object(C10D, "_dump_fr_trace_json", lambda **how: dump("gloo", "1", 2, 2, "")):
+    host = dump("gloo", "1", 2, 2, "")
+    with mock.patch.object(C10D, "_dump_fr_trace_json", return_value=host):
         found = flight_recorder(entries=True)
     assert counts(found["pg_status"], group_names(found)) == {"1": [2, 2]}

@@ -7,7 +7,8 @@ process that maps the file. The page is written by
 
 * the training thread, on every change: section, step, progress, and whether it waits for others;
 * the watchdog thread of the rank, a few times a second: a heartbeat, the limits, the collectives of
-  each process group, and whether the device waits in one. If these stand still while the process lives, the GIL is held;
+  each process group, and whether the device waits in one. If these stand still while the process
+  lives, the GIL is held;
 * the node's monitor: orders to the rank.
 
 There are no locks. The record of the section has the number of entries at both ends, and is read

@@ -1,7 +1,7 @@
 """A flight recorder as on GPUs, over gloo: torch's second one, and waits that no hook sees.
 
-On GPUs the collectives of training are in NCCL's recorder and gloo's has none of them; ``Work.wait``
-returns at once, and the host stands still later, where it needs a number.
+On GPUs the collectives of training are in NCCL's recorder and gloo's has none of them;
+``Work.wait`` returns at once, and the host stands still later, where it needs a number.
 """
 
 import json
@@ -52,7 +52,7 @@ def nccls(*, p2p: bool = False) -> Iterator[None]:
     with ExitStack() as patches:
         replace = patches.enter_context
         replace(mock.patch.object(_c10d, "_dump_nccl_trace_json", of_device, create=True))
-        replace(mock.patch.object(_c10d, "_dump_fr_trace_json", lambda **how: NOTHING))
+        replace(mock.patch.object(_c10d, "_dump_fr_trace_json", return_value=NOTHING))
         replace(mock.patch.object(watchdog, "watch_waits", _unseen))
         yield
 
