@@ -244,7 +244,7 @@ class Links:
         if pp.group is None:
             raise RuntimeError("a pipeline needs a pp axis of at least two ranks")
         if self._host_group is None:
-            return InlineChannel(rank, pp.group, _TAG, pp.meter)
+            return InlineChannel(rank, pp.group, _TAG, pp.meter, self._device)
         group = self._streams[(pp.rank, peer) if sends else (peer, pp.rank)]
         host = InlineChannel(rank, self._host_group, _TAG)
         return DeviceChannel(rank, group, host, self._device, pp.meter)

@@ -119,6 +119,7 @@ def _expert_groups(axes: str, degrees: Degrees) -> list[tuple[int, ...]]:
     else:
         pool_of = {rank: pool for pool in _expert_groups("efsdp", degrees) for rank in pool}
         copies = groups_along("dp_replicate", degrees)
-        joined = {pool_of[c[0]]: tuple(r for rank in c for r in pool_of[rank]) for c in copies}
+        first = {pool_of[c[0]]: c for c in copies}
+        joined = {p: tuple(r for rank in c for r in pool_of[rank]) for p, c in first.items()}
         found = list(joined.values())
     return sorted(found, key=min)

@@ -158,7 +158,7 @@ class Topology:
         self._derived: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
         self.is_closed = False
         self.nodes = Nodes(nodes or ("",) * self.world_size)
-        self.meters = {kind: Meter(self.nodes) for kind in ("tp", "pp", "cp", "ep", "dp")}
+        self.meters = {kind: Meter(self.nodes, device) for kind in ("tp", "pp", "cp", "ep", "dp")}
         mend_operation_keys()
         forget_meshes()
         self.mesh = self._device_mesh()
@@ -339,7 +339,7 @@ class Topology:
         return DeviceMesh.from_group(
             [copies, group],
             device,
-            torch.tensor(rows, dtype=torch.int),
+            torch.tensor(rows, dtype=torch.int, device="cpu"),
             mesh_dim_names=("dp_replicate", "fsdp"),
         )
 
@@ -359,7 +359,7 @@ class Topology:
         return DeviceMesh.from_group(
             [copies, group],
             device,
-            torch.tensor(rows, dtype=torch.int),
+            torch.tensor(rows, dtype=torch.int, device="cpu"),
             mesh_dim_names=("expert_copies", "efsdp"),
         )
 

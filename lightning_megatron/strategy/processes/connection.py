@@ -29,6 +29,7 @@ from lightning_megatron.launch.rendezvous_store import host_store, reach_store
 from lightning_megatron.strategy.processes.checks import (
     unclear_interface,
 )
+from lightning_megatron.topology.context_layout import ContextConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,29 @@ class ConnectionConfig:
     from this process, as notebooks need it; ``"auto"`` takes ``"fork"`` in an interactive session
     with several devices. One device needs no further process unless ``"fork"`` asks for one."""
 
-    def problems(self, from_host: bool = False) -> list[str]:
-        """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
+    def problems(
+        self,
+        from_host: bool = False,
+        device: torch.device | None = None,
+        cp: ContextConfig | None = None,
+    ) -> list[str]:
+        """Faults of the options.
+
+        Args:
+            from_host: whether tensors in host memory will be sent too.
+            device: of this process; a CPU when None.
+            cp: context parallelism of the run.
+        """
         problems = []
+        on_gloo = device is not None and device.type != "cpu" and self.backend is not None
+        if on_gloo and cp is not None and cp.degree > 1 and cp.kind in ("auto", "ring"):
+            assert device is not None
+            if serves(str(self.backend), device) == "gloo":
+                problems.append(
+                    f"connection.backend={self.backend!r}, cp={cp.text()}: a ring passes messages "
+                    f"from one {device.type} device to the next, which gloo cannot; nearest valid: "
+                    "kind='gather' or kind='ulysses', or backend=None"
+                )
         known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
         # "cpu:gloo,cuda:nccl" names one for each kind of device.
         named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
@@ -213,7 +234,8 @@ def _form_group(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=config.timeout_s),
-            device_id=device if device.type != "cpu" else None,
+            # A bound communicator is split for further groups, which gloo cannot do.
+            device_id=device if splits(backend, device) else None,
         )
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
@@ -228,6 +250,21 @@ def _form_group(
     if rank == 0:  # the others have read it just now
         remember(default_store(), attempt)
     return attempt
+
+
+def serves(backend: str, device: torch.device) -> str:
+    """The backend for tensors of a device, of which "cpu:gloo,cuda:nccl" names one for each kind.
+
+    >>> serves("cpu:gloo,cuda:nccl", torch.device("cuda")), serves("gloo", torch.device("cuda"))
+    ('nccl', 'gloo')
+    """
+    named = dict(part.split(":") for part in backend.lower().split(",") if ":" in part)
+    return named.get(device.type, backend.lower())
+
+
+def splits(backend: str, device: torch.device) -> bool:
+    """Whether groups of a device are made by splitting the communicator of all ranks."""
+    return device.type != "cpu" and serves(backend, device) != "gloo"
 
 
 def _why_not_connected(rank: int, error: RuntimeError) -> str:
