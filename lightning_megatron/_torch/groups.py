@@ -15,6 +15,9 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
+_TIMEOUT = "_timeout"
+"""Attribute of the options of a backend; a class of Lightning has one of the same name."""
+
 
 def default_store() -> Any:
     """Return the store by which the ranks of the default group found each other (2.11-2.13)."""
@@ -94,6 +97,29 @@ def make_lone_group(timeout: timedelta | None) -> dist.ProcessGroup:
     return group
 
 
+def nccl_options(
+    timeout: timedelta, *, high_priority: bool, max_channels: int | None
+) -> Any | None:
+    """Options of the default group and of those that are split from it (2.11-2.13).
+
+    Args:
+        timeout: of the group.
+        high_priority: whether the streams of communicators go before those that compute.
+        max_channels: most channels of each communicator; NCCL's own choice when None.
+
+    Returns:
+        None in a torch without NCCL.
+    """
+    if not dist.is_nccl_available():
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    setattr(options, _TIMEOUT, timeout)
+    options.is_high_priority_stream = high_priority
+    if max_channels is not None:
+        options.config.max_ctas = max_channels
+    return options
+
+
 @contextmanager
 def _unbound(world: Any) -> Iterator[None]:
     """Context in which the default group is bound to no device, so that nobody splits it."""
@@ -108,7 +134,7 @@ def timeout_of(group: Any) -> timedelta | None:
     """Time after which a collective of a group fails; None for test backends (2.11-2.13)."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if (found := getattr(options, "_timeout", None)) is not None:
+        if (found := getattr(options, _TIMEOUT, None)) is not None:
             assert isinstance(found, timedelta)
             return found
     return None
@@ -127,7 +153,7 @@ def group_ranks() -> dict[str, list[int]]:
     groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
     # Groups that this rank is not in stand there as a number.
     own = [(g, ranks) for g, ranks in groups if isinstance(g, dist.ProcessGroup)]
-    found = {group.group_name: sorted(ranks) for group, ranks in own}
+    found: dict[str, list[int]] = {group.group_name: sorted(ranks) for group, ranks in own}
     for group, ranks in own:
         if "," in dist.distributed_c10d._world.pg_map[group][0]:
             found[group.group_name + ON_HOST] = sorted(ranks)
@@ -157,6 +183,15 @@ def abandon_process_groups() -> list[Any]:
     c10d._unregister_all_process_groups()
     world.group_count = 0
     return kept
+
+
+def abort_groups() -> None:
+    """End all process groups at once, with what is under way on devices (2.11-2.13).
+
+    Destroying them waits for it, for ever where a peer has not joined a collective.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
 
 
 def restart_group_names() -> None:
