@@ -300,9 +300,20 @@ def test_streams_are_opened_before_a_schedule_begins(stage_ranks: tuple[int, ...
     assert blocked(programs) == []
 
 
-def test_first_messages_that_cross_block_each_other() -> None:
-    """What a schedule of the user's may do, and what the model has to see."""
-    assert blocked([[(0, 1), (1, 0)], [(1, 0), (0, 1)]]) == [0, 1]
-    circle = [[(0, 1), (2, 0)], [(1, 2), (0, 1)], [(2, 0), (1, 2)]]
-    assert blocked(circle) == [0, 1, 2]
-    assert blocked([[(0, 1)], [(0, 1), (1, 2)], [(1, 2)]]) == []
+@pytest.mark.parametrize(
+    ("programs", "expected"),
+    [
+        ([[(0, 1), (1, 0)], [(1, 0), (0, 1)]], [0, 1]),  # each sends first
+        ([[(1, 0), (0, 1)], [(0, 1), (1, 0)]], [0, 1]),  # each receives first
+        ([[(0, 1), (2, 0)], [(1, 2), (0, 1)], [(2, 0), (1, 2)]], [0, 1, 2]),  # in a circle
+        ([[(0, 1)], [(1, 2), (0, 1)], [(1, 2)]], []),
+        ([[(0, 1)], [(1, 2), (0, 1)], []], [0, 1]),  # a stream that its receiver does not open
+        ([[], [(0, 1)]], [1]),  # nor its sender
+        ([[(0, 1)], [(0, 1), (1, 2)], [(1, 2)]], []),
+    ],
+)
+def test_the_model_of_first_messages_finds_who_waits_for_ever(
+    programs: list[list[tuple[int, int]]], expected: list[int]
+) -> None:
+    """A schedule of the user's may have first messages that cross."""
+    assert blocked(programs) == expected
