@@ -110,6 +110,17 @@ def chosen_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
+def gpu_queues() -> str | None:
+    """Number of hardware queues that the streams of a process share on a GPU; None if unset."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or None
+
+
+def allocator_settings() -> str:
+    """Settings of torch's allocator for GPUs; empty if unset."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
 def slurm_sizes() -> dict[str, int]:
     """Numbers of nodes and tasks that Slurm started, as far as it sets them."""
     names = ("SLURM_NNODES", "SLURM_NTASKS")

@@ -1,7 +1,9 @@
 """Base classes of launchers, and the way in which a strategy gets its launcher."""
 
 import atexit
+import os
 import subprocess
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +112,32 @@ def destroy_group_at_exit() -> None:
     ``init_dist_connection`` registers it.
     """
     atexit.register(_destroy_dist_connection)
+
+
+def abort_group_at_exit(abort: Callable[[], None], patience_s: float) -> None:
+    """Have this process, whose run has failed, end without its peers.
+
+    In the place of `destroy_group_at_exit`, whose ``destroy_process_group`` waits for collectives
+    that are under way on a device. A peer that never joins one would keep this process, and by that
+    all others, which wait for it to end.
+
+    Args:
+        abort: ends the groups at once.
+        patience_s: the process ends by ``os._exit`` if the end of its groups takes longer.
+    """
+    atexit.unregister(_destroy_dist_connection)
+    atexit.unregister(_abort)
+    atexit.register(_abort, abort, patience_s)
+
+
+def _abort(abort: Callable[[], None], patience_s: float) -> None:
+    timer = threading.Timer(patience_s, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    try:
+        abort()
+    finally:
+        timer.cancel()
 
 
 def run_as_entry_point(trainer: Trainer, job: Callable[[], Any]) -> Any:

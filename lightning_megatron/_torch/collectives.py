@@ -62,8 +62,9 @@ def watch_waits(began: Callable[[], float], ended: Callable[[float], None]) -> C
 
     All of ``torch.distributed``, FSDP2 and our own communication wait by ``Work.wait``, a method of
     a class written in C++ which no hook surrounds; functional collectives wait elsewhere, unseen.
-    On GPUs it returns at once and the device waits. Other threads may wait as they like, as that
-    which writes checkpoints does for hours: it is not they who are watched.
+    On GPUs it returns at once and the device waits, which the flight recorder shows
+    (`fault_tolerance.hangs.flight_recorder.open_on_device`). Other threads may wait as they like,
+    as that which writes checkpoints does for hours: it is not they who are watched.
 
     Returns:
         A function that undoes it.

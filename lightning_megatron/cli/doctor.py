@@ -36,6 +36,8 @@ _OPTIONAL = {
 """Extra and purpose of each optional package."""
 _GIB = 1 << 30
 _FILES = 4096
+_QUEUES = 32
+"""Most queues of a GPU; a rank has a stream for each of a dozen communicators."""
 _CODES = {"ok": 0, "warning": 1, "bad": 2}
 
 
@@ -143,6 +145,28 @@ def devices() -> Iterator[Finding]:
     else:
         text = f"{gpus} GPUs, over NCCL" if gpus else "no GPU: CPU processes over gloo"
         yield Finding("devices", text)
+    if gpus:
+        yield from gpu_settings()
+
+
+def gpu_settings() -> Iterator[Finding]:
+    """Variables that CUDA and torch's allocator read once, and whose defaults are for one GPU."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    queues = "kernels of streams that share a queue wait for each other"
+    if found := env.gpu_queues():
+        low = found.isdecimal() and int(found) < _QUEUES
+        remedy = f"{name}={_QUEUES}, unless something needs this order" if low else ""
+        yield Finding(name, f"{found} queues for the streams of all communicators", remedy=remedy)
+    else:
+        text = f"not set, which means 8 queues; {queues}"
+        yield Finding(name, text, remedy=f"over several GPUs: export {name}={_QUEUES}")
+    settings = env.allocator_settings()
+    if "expandable_segments" in settings:
+        yield Finding("allocator", settings)
+    else:
+        text = settings or "default settings: blocks of varying size leave gaps"
+        remedy = "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+        yield Finding("allocator", text, remedy=remedy)
 
 
 def optional() -> Iterator[Finding]:

@@ -141,16 +141,16 @@ class ObjectBroadcast:
         if self._axis.group is None:
             return value
         if not self._is_source:
-            length = torch.empty(1, dtype=torch.int64)
+            length = torch.empty(1, dtype=torch.int64, device="cpu")
             self._on_host(length)
             if length.item() != _SAME:
-                text = torch.empty(int(length), dtype=torch.uint8)
+                text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
                 self._on_host(text)
                 self._skeleton = text.numpy().tobytes()
             return load(self._skeleton, self._receive)
         skeleton, leaves = dump(value, self._device.type)
         changed = skeleton != self._skeleton
-        self._on_host(torch.tensor([len(skeleton) if changed else _SAME]))
+        self._on_host(torch.tensor([len(skeleton) if changed else _SAME], device="cpu"))
         if changed:
             self._skeleton = skeleton
             self._on_host(torch.frombuffer(bytearray(skeleton), dtype=torch.uint8))

@@ -107,13 +107,13 @@ def define(
     def run(x: Tensor, axis: str, dim: int, after: Tensor | None) -> Tensor:
         number = next(_numbers)
         _under_way[number] = start(x, axis_of(axis), dim)
-        return torch.tensor(number)
+        return torch.tensor(number, device="cpu")
 
     def finish(ticket: Tensor, x: Tensor, axis: str, dim: int, after: list[Tensor]) -> Tensor:
         return _under_way.pop(int(ticket)).wait().contiguous()
 
     def ticket_like(x: Tensor, axis: str, dim: int, after: Tensor | None) -> Tensor:
-        return torch.empty((), dtype=torch.int64)
+        return torch.empty((), dtype=torch.int64, device="cpu")
 
     def result_like(ticket: Tensor, x: Tensor, axis: str, dim: int, after: list[Tensor]) -> Tensor:
         return x.new_empty(tuple(shape(x.shape, axis_of(axis).size, dim)))

@@ -170,7 +170,7 @@ class Peers:
         """Gather each number from every rank, by one collective of 8 bytes a number and rank."""
         if self.size == 1 or not numbers:
             return [(number,) for number in numbers]
-        local = torch.tensor(numbers, dtype=torch.float64)
+        local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         found = local.new_empty(self.size * len(numbers))
         gather_now(found, local, self.group)
         return list(zip(*found.view(-1, len(numbers)).tolist(), strict=True))
@@ -220,7 +220,7 @@ class Peers:
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of the ranks' numbers."""
-        found = torch.tensor(numbers)
+        found = torch.tensor(numbers, device="cpu")
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         largest: list[int] = found.tolist()
         return largest
@@ -239,7 +239,7 @@ class Peers:
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(self.size)] if self.is_first else None
         dist.gather(mine, all_of_them, dst=self._global_rank(0), group=self.group)
-        speakers = torch.empty(self.size, dtype=torch.int64)
+        speakers = torch.empty(self.size, dtype=torch.int64, device="cpu")
         if all_of_them is not None:
             first: dict[bytes, int] = {}
             for rank, other in enumerate(all_of_them):

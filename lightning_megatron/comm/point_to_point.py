@@ -12,8 +12,9 @@ of earlier steps, and of this step up to the one consumed when the receive was p
 used again as soon as no tensor of their message is left. A message
 that fits is sent as it is (gloo accepts shorter ones); one that does not is announced by a message
 of one header and follows under another tag. `InlineChannel` does this. On devices whose header
-could not be read without a synchronisation, `DeviceChannel` sends the meta through an
-`InlineChannel` between the hosts and each tensor, in its exact size, through the device's group.
+could not be read without a synchronisation, `DeviceChannel` sends the meta, and tensors in host
+memory, through an `InlineChannel` between the hosts, and each tensor of the device through the
+device's group: in its exact size, as bytes, since NCCL knows fewer dtypes than torch.
 
 `InlineChannel` copies the tensors of a message into the buffer, so the sender may free or change
 them at once; `DeviceChannel` sends them from where they lie. Either payload is kept until the
@@ -47,6 +48,7 @@ LOOKAHEAD = 2
 
 Tree: TypeAlias = Any
 """A tensor, None, number, string, or a tuple, list or dict of trees."""
+_Take: TypeAlias = Callable[[torch.dtype, tuple[int, ...], bool], Tensor]
 
 
 class Channel(Protocol):
@@ -82,37 +84,58 @@ class Channel(Protocol):
         ...
 
 
-def describe(tree: Tree, leaves: list[Tensor]) -> Any:
+def describe(tree: Tree, leaves: list[Tensor], device: torch.device | None = None) -> Any:
     """JSON-able structure of ``tree``; its tensors are appended to ``leaves`` in order.
+
+    Args:
+        tree: what is sent.
+        leaves: is filled.
+        device: on which the tensors are; others are marked. None: no matter where they are.
 
     Raises:
         TypeError: the tree holds an object that cannot pass between stages.
     """
     if isinstance(tree, Tensor):
         leaves.append(tree)
-        return ["T", str(tree.dtype).removeprefix("torch."), tree.requires_grad, *tree.shape]
+        elsewhere = device is not None and tree.device.type != device.type
+        return [
+            "H" if elsewhere else "T",
+            str(tree.dtype).removeprefix("torch."),
+            tree.requires_grad,
+            *tree.shape,
+        ]
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if type(tree) in (tuple, list):
-        return ["t" if type(tree) is tuple else "l", *(describe(item, leaves) for item in tree)]
+        return [
+            "t" if type(tree) is tuple else "l",
+            *(describe(item, leaves, device) for item in tree),
+        ]
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
-        return {key: describe(item, leaves) for key, item in tree.items()}
+        return {key: describe(item, leaves, device) for key, item in tree.items()}
     raise TypeError(
         f"A pipeline stage produced a {type(tree).__name__}; between stages pass tensors, numbers, "
         "strings and None, or tuples, lists and dicts (with string keys) of them"
     )
 
 
-def rebuild(structure: Any, take: Callable[[torch.dtype, tuple[int, ...], bool], Tensor]) -> Tree:
-    """Inverse of `describe`; ``take(dtype, shape, requires_grad)`` yields the tensors in order."""
+def rebuild(structure: Any, take: _Take, take_elsewhere: _Take | None = None) -> Tree:
+    """Inverse of `describe`.
+
+    Args:
+        structure: what `describe` has returned.
+        take: ``take(dtype, shape, requires_grad)`` yields the tensors in order.
+        take_elsewhere: the same for those that are marked as not on the device; ``take`` when None.
+    """
     if isinstance(structure, dict):
-        return {key: rebuild(item, take) for key, item in structure.items()}
+        return {key: rebuild(item, take, take_elsewhere) for key, item in structure.items()}
     if not isinstance(structure, list):
         return structure
     kind, rest = structure[0], structure[1:]
-    if kind == "T":
-        return take(getattr(torch, rest[0]), tuple(rest[2:]), rest[1])
-    items = [rebuild(item, take) for item in rest]
+    if kind in ("T", "H"):
+        taker = take_elsewhere or take if kind == "H" else take
+        return taker(getattr(torch, rest[0]), tuple(rest[2:]), rest[1])
+    items = [rebuild(item, take, take_elsewhere) for item in rest]
     return tuple(items) if kind == "t" else items
 
 
@@ -138,7 +161,7 @@ class Buffers:
                 return self._free.pop(index)
         self._free.clear()  # all too small: the messages have become longer
         self.made += 1
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer of which no tensor was made."""
@@ -184,11 +207,18 @@ class InlineChannel:
         group: a gloo group that holds both ranks.
         tag: distinguishes the channels of one pair of ranks; below 65536.
         meter: counts what is sent, and how long a receiver waits.
+        device: tensors that were on it at the sender are put on it at the receiver.
     """
 
     def __init__(
-        self, peer: int, group: dist.ProcessGroup, tag: int, meter: Meter | None = None
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        tag: int,
+        meter: Meter | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = torch.device("cpu") if device is None else device
         self._meter = Meter() if meter is None else meter
         self._rank = peer
         # The group's own methods: torch.distributed.isend adds as much Python as all of a message.
@@ -268,7 +298,7 @@ class InlineChannel:
 
     def _pack(self, tree: Tree) -> Tensor:
         leaves: list[Tensor] = []
-        structure = describe(tree, leaves)
+        structure = describe(tree, leaves, self._device)
         meta = b"" if structure == self._structure else json.dumps(structure).encode()
         self._structure = structure
         offset = _HEADER_BYTES + _aligned(len(meta))
@@ -276,7 +306,7 @@ class InlineChannel:
         for leaf in leaves:
             offsets.append(offset)
             offset += _aligned(leaf.numel() * leaf.element_size())
-        buffer = torch.empty(offset, dtype=torch.uint8)
+        buffer = torch.empty(offset, dtype=torch.uint8, device="cpu")
         raw = buffer.numpy()  # shares the memory; small accesses are much cheaper than a tensor's
         raw[: _NUMBERS.size] = bytearray(_NUMBERS.pack(offset, len(meta)))
         if meta:
@@ -298,7 +328,13 @@ class InlineChannel:
             offset += _aligned(leaf.numel() * leaf.element_size())
             return leaf.requires_grad_(requires_grad)
 
-        return rebuild(self._structure, take)
+        def take_to_device(
+            dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+        ) -> Tensor:
+            return take(dtype, shape, False).to(self._device).requires_grad_(requires_grad)
+
+        on_host = self._device.type == "cpu"
+        return rebuild(self._structure, take if on_host else take_to_device, take)
 
 
 class DeviceChannel:
@@ -340,9 +376,13 @@ class DeviceChannel:
     def send(self, tree: Tree) -> None:
         """Post one message."""
         leaves: list[Tensor] = []
-        self._host.send(json.dumps(describe(tree, leaves)))
+        structure = json.dumps(describe(tree, leaves, self._device))
+        elsewhere = [leaf for leaf in leaves if leaf.device.type != self._device.type]
+        self._host.send((structure, elsewhere) if elsewhere else structure)
         for leaf in leaves:
-            payload = leaf.detach().contiguous()
+            if leaf.device.type != self._device.type:
+                continue
+            payload = _bytes(leaf.detach().contiguous())
             work = _not_none(dist.isend(payload, self._peer, self._group))
             self._outbox.keep(self._sent, work, payload)
             self._meter.message(payload.numel() * payload.element_size(), self._peer)
@@ -368,10 +408,13 @@ class DeviceChannel:
 
         def take(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
             leaf = torch.empty(shape, dtype=dtype, device=self._device)
-            works.append(_not_none(dist.irecv(leaf, self._peer, self._group)))
+            works.append(_not_none(dist.irecv(_bytes(leaf), self._peer, self._group)))
             return leaf.requires_grad_(requires_grad)
 
-        tree = rebuild(json.loads(self._host.receive()), take)
+        message = self._host.receive()
+        structure, elsewhere = (message, []) if isinstance(message, str) else message
+        on_host = iter(elsewhere)
+        tree = rebuild(json.loads(structure), take, lambda *_: next(on_host))
         for work in works:
             self._meter.wait(work)
         return tree
@@ -391,6 +434,12 @@ def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
     for length in shape:
         size *= length
     return buffer[offset : offset + size].view(dtype).view(shape)
+
+
+def _bytes(leaf: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    flat = leaf.reshape(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def _read_header(buffer: Tensor) -> tuple[int, int]:

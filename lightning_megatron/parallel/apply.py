@@ -44,7 +44,6 @@ from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.context_check.check import check_parts_of_sequences
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
-from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.tensor_shard import TensorShard
 from lightning_megatron.zero.data_parallel import (
@@ -544,18 +543,17 @@ def _can_be_unit(module: nn.Module) -> bool:
 def _tied_groups(
     plan: ModulePlan, topology: Topology
 ) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """A group for every set of pipeline ranks that share a parameter; collective."""
+    """A group for every set of pipeline ranks that share a parameter; collective.
+
+    Not that of a stream of messages (`pipeline.links`), in which a sum would wait for them.
+    """
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in sorted(set(plan.tied_ranks.values())):
         if len(ranks) == topology.pp.size:
             groups[ranks] = topology.pp.group
             continue
-        groups[ranks] = None
-        for column in groups_along("pp", topology.degrees):
-            members = [column[rank] for rank in ranks]
-            group: Any = dist.new_group(members)
-            if topology.rank in members:
-                groups[ranks] = topology.keep(group)
+        alone = tuple((rank,) for rank in range(topology.pp.size) if rank not in ranks)
+        groups[ranks] = topology.new_part_group("pp", (ranks, *alone), "tied")
     return groups
 
 

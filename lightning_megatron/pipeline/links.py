@@ -14,6 +14,11 @@ that are not done take one that needs only what is done. Earlier messages of its
 earlier actions of the sender, and asked for by earlier actions of the receiver; so nothing stands
 before the message that it needs. With one group for several neighbours dualpipev blocks on four
 ranks: a forward to one neighbour stands behind a gradient to the other, and so on in a circle.
+
+That a send returns at once is not true of the first message of a stream on NCCL: it connects the
+two ranks, and its host waits until the receiver asks. In a schedule of the user's, two ranks may
+each send to the other first. So every stream is opened with one byte when its group is made, in the
+order of the rounds, in which no rank has two streams.
 """
 
 from bisect import bisect_left
@@ -23,6 +28,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -244,7 +250,7 @@ class Links:
         if pp.group is None:
             raise RuntimeError("a pipeline needs a pp axis of at least two ranks")
         if self._host_group is None:
-            return InlineChannel(rank, pp.group, _TAG, pp.meter)
+            return InlineChannel(rank, pp.group, _TAG, pp.meter, self._device)
         group = self._streams[(pp.rank, peer) if sends else (peer, pp.rank)]
         host = InlineChannel(rank, self._host_group, _TAG)
         return DeviceChannel(rank, group, host, self._device, pp.meter)
@@ -259,11 +265,22 @@ def _open_streams(
         busy = {rank for stream in streams for rank in stream}
         alone = tuple((rank,) for rank in range(pp.size) if rank not in busy)
         # A group's ranks are a set: the direction is known by the round.
-        group = topology.part_group("pp", streams + alone)
+        group = topology.part_group("pp", streams + alone, "stream")
         for stream in streams:
             if pp.rank in stream and group is not None:
                 found[stream] = group
+                _open(group, sends=pp.rank == stream[0], device=topology.device)
     return found
+
+
+def _open(group: dist.ProcessGroup, *, sends: bool, device: torch.device) -> None:
+    """Send the first byte of a stream; the hosts of its two ranks wait for each other."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    peer = next(r for r in dist.get_process_group_ranks(group) if r != dist.get_rank())
+    if sends:
+        dist.send(byte, peer, group)
+    else:
+        dist.recv(byte, peer, group)
 
 
 def _handed_over(leaf: Any) -> Any:

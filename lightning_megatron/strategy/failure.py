@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron import env
-from lightning_megatron._torch.groups import default_store, own_connection
+from lightning_megatron._lightning.launch import abort_group_at_exit
+from lightning_megatron._torch.groups import abort_groups, default_store, own_connection
 from lightning_megatron.errors import MegatronError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.failures.board import (
@@ -37,6 +38,8 @@ from lightning_megatron.strategy.processes.placement import Placement
 
 _GRACE_S = 3.0
 """Seconds after a failure of rank 0 in which the processes that it started may go on."""
+_ABORT_S = 10.0
+"""Seconds in which the process groups of a process that failed must end, when it does."""
 _LAUNCHER_S = 0.5
 """Seconds that a rank with an echo lives on, for torchrun to see first who died before."""
 _PAUSE_S = 0.05
@@ -111,6 +114,8 @@ class PeerFailures:
             self._watch.close()
         if self.board is None or isinstance(exception, SIGTERMException | SystemExit):
             return  # teardown posts that it has left
+        if dist.is_initialized() and "nccl" in dist.get_backend():
+            abort_group_at_exit(abort_groups, _ABORT_S)
         if isinstance(exception, KeyboardInterrupt):
             self.board.post("failed", "was interrupted (KeyboardInterrupt)")
             return  # others may have been as well, or wait for this one

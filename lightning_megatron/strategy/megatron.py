@@ -379,7 +379,9 @@ class MegatronStrategy(StrategyValue, SeenAsDDP):
         """Raise everything that is wrong with the run, as far as one process can tell."""
         findings = examine(module.trainer, module, self.options, self.world_size)
         problems = (
-            *self._connection.problems(self.options.zero.offload_parameters),
+            *self._connection.problems(
+                self.options.zero.offload_parameters, self.root_device, self.options.cp
+            ),
             *self.checkpoints.problems(self.checkpoint_io),
             *self.data.share_problems(module, self.options, self.world_size, self.root_device),
         )

@@ -15,7 +15,7 @@ ranks over which gradients of experts are averaged).
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 from lightning_megatron.topology.degrees import AXES, Degrees
 
@@ -70,13 +70,18 @@ def groups_along(axes: str | Iterable[str], degrees: Degrees) -> list[tuple[int,
     if isinstance(axes, str) and axes in EXPERT_AXES:
         return _expert_groups(axes, degrees)
     varying = DERIVED_AXES.get(axes, (axes,)) if isinstance(axes, str) else tuple(axes)
+    return [*_groups_along(varying, degrees)]
+
+
+@lru_cache(maxsize=64)  # thousands of ranks take tenths of a second, and are asked for often
+def _groups_along(varying: tuple[str, ...], degrees: Degrees) -> tuple[tuple[int, ...], ...]:
     groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
     for rank in range(degrees.world_size):
         position = coordinates_of(rank, degrees)
         fixed = tuple(position[axis] for axis in AXES if axis not in varying)
         place = tuple(position[axis] for axis in AXES if axis in varying)
         groups.setdefault(fixed, []).append((place, rank))
-    return [tuple(rank for _, rank in sorted(members)) for members in groups.values()]
+    return tuple(tuple(rank for _, rank in sorted(members)) for members in groups.values())
 
 
 @cache
@@ -114,6 +119,7 @@ def _expert_groups(axes: str, degrees: Degrees) -> list[tuple[int, ...]]:
     else:
         pool_of = {rank: pool for pool in _expert_groups("efsdp", degrees) for rank in pool}
         copies = groups_along("dp_replicate", degrees)
-        joined = {pool_of[c[0]]: tuple(r for rank in c for r in pool_of[rank]) for c in copies}
+        first = {pool_of[c[0]]: c for c in copies}
+        joined = {p: tuple(r for rank in c for r in pool_of[rank]) for p, c in first.items()}
         found = list(joined.values())
     return sorted(found, key=min)

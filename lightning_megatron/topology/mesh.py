@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron._torch.devices import on_host
 from lightning_megatron._torch.dtensor import forget_meshes, mend_operation_keys
-from lightning_megatron._torch.groups import is_known, split_world
+from lightning_megatron._torch.groups import is_known, make_group, make_lone_group
 from lightning_megatron.topology.auxiliary_seeds import AuxiliarySeeds
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context import Context
@@ -99,17 +99,6 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
             dist.destroy_process_group(group)
 
 
-def _device_mesh(device_type: str, degrees: Degrees, axes: tuple[str, ...]) -> DeviceMesh:
-    sizes = tuple(getattr(degrees, axis) for axis in axes)
-    if degrees.origin == 0:
-        return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
-    ranks = torch.empty(sizes, dtype=torch.int)
-    for rank in range(degrees.world_size):
-        position = coordinates_of(rank, degrees)
-        ranks[tuple(position[axis] for axis in axes)] = rank
-    return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
-
-
 class Topology:
     """Coordinates of this process in the layout, and its process groups.
 
@@ -167,15 +156,13 @@ class Topology:
         self._timeout = timeout
         self._made: list[dist.ProcessGroup] = []
         self._parts: dict[tuple[str, Parts], dist.ProcessGroup | None] = {}
+        self._derived: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
         self.is_closed = False
         self.nodes = Nodes(nodes or ("",) * self.world_size)
-        self.meters = {kind: Meter(self.nodes) for kind in ("tp", "pp", "cp", "ep", "dp")}
+        self.meters = {kind: Meter(self.nodes, device) for kind in ("tp", "pp", "cp", "ep", "dp")}
         mend_operation_keys()
         forget_meshes()
-        present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
-        self.mesh = _device_mesh(device.type, degrees, tuple(present))
-        # Now, as a mesh finds its groups by names, which in another world may be those of others.
-        self._made += self.mesh.get_all_groups()
+        self.mesh = self._device_mesh()
         self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
             self._mesh_axis(axis) for axis in AXES
         )
@@ -225,6 +212,35 @@ class Topology:
         """Axes of the parameters that are divided over tp, or over ep."""
         return self.experts if layer == "ep" else self.dense
 
+    def _device_mesh(self) -> DeviceMesh:
+        """Make the mesh, and a group for each of its axes (collectively).
+
+        torch's ``init_device_mesh`` would give these groups ten minutes on NCCL.
+        """
+        degrees = self.degrees
+        axes = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
+        ranks = torch.empty(
+            [getattr(degrees, axis) for axis in axes], dtype=torch.int, device="cpu"
+        )
+        for rank in range(degrees.world_size):
+            position = coordinates_of(rank, degrees)
+            ranks[tuple(position[axis] for axis in axes)] = rank
+        groups = [self._mesh_group(axis) for axis in axes]
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(axes))
+
+    def _mesh_group(self, axis: str) -> dist.ProcessGroup:
+        size = getattr(self.degrees, axis)
+        if size == self.world_size:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        group = None if size == 1 else self.new_group(axis)
+        return self._alone if group is None else group
+
+    @cached_property
+    def _alone(self) -> dist.ProcessGroup:
+        """The group of this rank, along all axes of size 1; made at the same point by all ranks."""
+        return self.keep(make_lone_group(self._timeout))
+
     def _ranks(self, axis: str) -> tuple[int, ...]:
         return next(g for g in groups_along(axis, self.degrees) if self.rank in g)
 
@@ -234,15 +250,17 @@ class Topology:
         return Axis(axis, self.position[axis], ranks, group, self._meter(axis))
 
     def _derived_axis(self, name: str) -> Axis:
-        """Reuse the group of the only member axis above size 1, else make one (collectively)."""
+        """Reuse the group of the member axes above size 1, or make one (collectively)."""
         ranks = self._ranks(name)
-        wide = [a for a in DERIVED_AXES[name] if getattr(self.degrees, a) > 1]
+        wide = tuple(a for a in DERIVED_AXES[name] if getattr(self.degrees, a) > 1)
         if not wide:
             group = None
         elif len(wide) == 1:
             group = self.mesh.get_group(wide[0])
         else:
-            group = self.new_group(name)
+            if wide not in self._derived:
+                self._derived[wide] = self.new_group(name)
+            group = self._derived[wide]
         return Axis(name, ranks.index(self.rank), ranks, group, self._meter(name))
 
     def _expert_axis(self, name: str) -> Axis:
@@ -297,16 +315,9 @@ class Topology:
 
     def new_group(self, axes: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a further group along ``axes``; every process must call this at the same point."""
-        mine: dist.ProcessGroup | None = None
-        for ranks in groups_along(axes, self.degrees):
-            if len(ranks) == 1:
-                continue
-            group: Any = dist.new_group(
-                list(ranks), timeout=self._timeout, backend=backend, group_desc=axes
-            )
-            if self.rank in ranks:
-                mine = self.keep(group)
-        return mine
+        parts = groups_along(axes, self.degrees)
+        group = make_group(parts, self._timeout, backend=backend, name=axes)
+        return None if group is None else self.keep(group)
 
     def zero_mesh(self) -> DeviceMesh:
         """Mesh over which ZeRO 3 divides, its last dimension, and copies, the one before it.
@@ -329,7 +340,7 @@ class Topology:
         return DeviceMesh.from_group(
             [copies, group],
             device,
-            torch.tensor(rows, dtype=torch.int),
+            torch.tensor(rows, dtype=torch.int, device="cpu"),
             mesh_dim_names=("dp_replicate", "fsdp"),
         )
 
@@ -337,12 +348,11 @@ class Topology:
         """Mesh over which ZeRO 3 divides experts, and copies, like `zero_mesh`.
 
         Every process must call this at the same point. The group of its last dimension is a new
-        one, and that of a single rank where no other has the same experts.
+        one, and that of this rank alone where no other has the same experts.
         """
         device, group = self.device.type, self.new_group("efsdp")
         if group is None:
-            alone: Any = dist.new_group([self.rank], use_local_synchronization=True)
-            group = self.keep(alone)
+            group = self._alone
         copies, mine = self.expert_copies.group, set(self.expert_copies.ranks)
         if copies is None:
             return DeviceMesh.from_group(group, device, mesh_dim_names=("efsdp",))
@@ -350,11 +360,13 @@ class Topology:
         return DeviceMesh.from_group(
             [copies, group],
             device,
-            torch.tensor(rows, dtype=torch.int),
+            torch.tensor(rows, dtype=torch.int, device="cpu"),
             mesh_dim_names=("expert_copies", "efsdp"),
         )
 
-    def part_group(self, axes: str, parts: Parts) -> dist.ProcessGroup | None:
+    def part_group(
+        self, axes: str, parts: Parts, name: str | None = None
+    ) -> dist.ProcessGroup | None:
         """Group of this rank's part of the ranks along ``axes``; made once, for all parts at once.
 
         Every process must call this at the same point.
@@ -362,22 +374,32 @@ class Topology:
         Args:
             axes: name of a mesh or derived axis.
             parts: positions on the axis; every position in one part.
+            name: what the flight recorder calls it; ``axes`` when None.
 
         Returns:
             The group; None for a part of one rank.
         """
         if (axes, parts) not in self._parts:
-            lists = [
-                [ranks[position] for position in part]
-                for ranks in groups_along(axes, self.degrees)
-                for part in parts
-            ]
-            group = split_world(lists, self._timeout)
-            if group is not None:
-                self.keep(group)
-            alone = group is None or group.size() == 1
-            self._parts[axes, parts] = None if alone else group
+            self._parts[axes, parts] = self.new_part_group(axes, parts, name or axes)
         return self._parts[axes, parts]
+
+    def new_part_group(self, axes: str, parts: Parts, name: str) -> dist.ProcessGroup | None:
+        """Make a group of this rank's part, like `part_group`, that nobody else gets.
+
+        Args:
+            axes: name of a mesh or derived axis.
+            parts: positions on the axis; every position in one part.
+            name: what the flight recorder calls it.
+        """
+        lists = [
+            [ranks[position] for position in part]
+            for ranks in groups_along(axes, self.degrees)
+            for part in parts
+        ]
+        group = make_group(lists, self._timeout, name=name)
+        if group is not None:
+            self.keep(group)
+        return None if group is None or group.size() == 1 else group
 
     def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Register a group that was made for this layout, for `close` to destroy."""
@@ -392,6 +414,7 @@ class Topology:
         destroy_groups(self._made)
         self._made.clear()
         self._parts.clear()
+        self._derived.clear()
         parts = (self.context.ulysses, self.context.ring)
         axes = (*(getattr(self, name) for name in AXES), self.batch, self.loss, self.fsdp, *parts)
         axes += (self.ep, self.efsdp, self.expert_copies, self.expert_loss)

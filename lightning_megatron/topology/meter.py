@@ -70,6 +70,7 @@ class Meter:
 
     Args:
         nodes: nodes of the run; None if there is one.
+        device: of the run, whose streams wait for transfers; a CPU when None.
 
     Attributes:
         calls: number of transfers that this rank has started.
@@ -82,11 +83,12 @@ class Meter:
     """
 
     __slots__ = (
-        *("_events", "_flights", "_flying", "_nodes", "_shares", "_waits"),
+        *("_device", "_events", "_flights", "_flying", "_nodes", "_shares", "_waits"),
         *("bytes", "calls", "exposed_s", "hidden_s", "inter_node_bytes", "timed"),
     )
 
-    def __init__(self, nodes: Nodes | None = None) -> None:
+    def __init__(self, nodes: Nodes | None = None, device: torch.device | None = None) -> None:
+        self._device = "cpu" if device is None else device.type
         self._nodes = nodes if nodes is not None and nodes.count > 1 else None
         self._shares: dict[str, tuple[float, float]] = {}
         self.calls = 0
@@ -152,7 +154,7 @@ class Meter:
 
     def started(self, work: dist.Work | None) -> None:
         """Time a transfer that has just been started, if ``timed``."""
-        if not self.timed or work is None or torch.cuda.is_available():
+        if not self.timed or work is None or self._device != "cpu":
             return
         try:
             future = work.get_future()
@@ -163,9 +165,9 @@ class Meter:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a transfer, and count the time."""
-        on_device = self.timed and torch.cuda.is_available()
+        on_device = self.timed and self._device != "cpu"
         if on_device:
-            before, after = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+            before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
             before.record()
         begin = time.perf_counter()
         if self._flying and (flight := self._flying.pop(work, None)) is not None:

@@ -139,7 +139,7 @@ def set_default_state(device: torch.device, state: Tensor) -> None:
 
 def _seed_default(device: torch.device, seed: int) -> None:
     if device.type == "cuda":
-        state = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
+        state = torch.tensor([seed, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
         torch.cuda.set_rng_state(state, device)
     else:
         torch.default_generator.manual_seed(seed)
@@ -154,7 +154,7 @@ def _advance(device: torch.device) -> int:
     if device.type != "cuda":
         return _draw()
     seed, offset = torch.cuda.get_rng_state(device).view(torch.int64).tolist()
-    moved = torch.tensor([seed, offset + 4], dtype=torch.int64).view(torch.uint8)
+    moved = torch.tensor([seed, offset + 4], dtype=torch.int64, device="cpu").view(torch.uint8)
     torch.cuda.set_rng_state(moved, device)
     return derive_seed(seed, offset)
 

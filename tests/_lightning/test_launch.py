@@ -1,7 +1,9 @@
 """Launchers, and what is done to processes, are what `_lightning.launch` takes them for."""
 
 import atexit
+import os
 import subprocess
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +15,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
+from lightning_megatron._lightning import launch
 from lightning_megatron._lightning.launch import (
     LauncherBase,
     LaunchingStrategy,
     ScriptLauncher,
+    abort_group_at_exit,
     callback_states,
     default_backend,
     destroy_group_at_exit,
@@ -147,3 +151,46 @@ def test_run_as_entry_point() -> None:
 def test_callback_states() -> None:
     stopping = EarlyStopping("loss")
     assert callback_states(make_trainer(stopping)) == {stopping.state_key: stopping.state_dict()}
+
+
+class Exit:
+    """Stands in for `atexit`: what is registered, by function."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, tuple[Any, ...]] = {}
+
+    def register(self, function: Any, *args: Any) -> None:
+        self.calls[function] = args
+
+    def unregister(self, function: Any) -> None:
+        self.calls.pop(function, None)
+
+    def run(self) -> None:
+        for function, args in self.calls.items():
+            function(*args)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_process_that_failed_does_not_wait_for_its_peers_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, blocks: bool
+) -> None:
+    """Destroying groups would wait for a collective that no peer joins; even aborting may."""
+    ended, at_exit, codes = threading.Event(), Exit(), []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    def abort() -> None:
+        if blocks:
+            assert ended.wait(30)
+
+    monkeypatch.setattr(launch, "atexit", at_exit)
+    monkeypatch.setattr(os, "_exit", leave)
+    destroy_group_at_exit()
+    for _ in range(2):  # a second run failed as well
+        abort_group_at_exit(abort, 0.05 if blocks else 30)
+    assert len(at_exit.calls) == 1
+    assert launch._destroy_dist_connection not in at_exit.calls
+    at_exit.run()
+    assert codes == ([1] if blocks else [])

@@ -143,3 +143,19 @@ def test_few_files(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert finding.level == "warning"
     assert finding.remedy.startswith("ulimit -n")
+
+
+def test_settings_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    queues, allocator = doctor.gpu_settings()
+    assert "not set, which means 8 queues" in queues.text
+    assert queues.remedy.endswith("export CUDA_DEVICE_MAX_CONNECTIONS=32")
+    assert allocator.remedy == "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    queues, allocator = doctor.gpu_settings()
+    assert queues.remedy == "CUDA_DEVICE_MAX_CONNECTIONS=32, unless something needs this order"
+    assert allocator == Finding("allocator", "expandable_segments:True")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert next(doctor.gpu_settings()).remedy == ""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast, dump, load
+from lightning_megatron.comm.peers import Peers
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
@@ -130,3 +131,20 @@ def test_tensors_of_a_device_land_on_the_receivers() -> None:
 def test_what_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(TypeError, match="lock"):
         dump([threading.Lock()], "cpu")
+
+
+def default_device_job() -> Any:
+    """What arrives where tensors that say no device are on another one."""
+    dist.init_process_group("gloo")
+    topology = Topology(Degrees(pp=2), torch.device("cpu"))
+    share = ObjectBroadcast(topology.pp, topology.pp.ranks[0], torch.device("cpu"))
+    sent = {"a": torch.arange(3, dtype=torch.int16), "b": "text"}
+    with torch.device("meta"):
+        found = share(sent if topology.pp.rank == 0 else None)
+        return same(found, sent), Peers().exchange([1.0, 0.5]), Peers().all_gather("x")
+
+
+def test_a_default_device_of_the_user_does_not_move_what_hosts_exchange(pool: WorkerPool) -> None:
+    """``torch.set_default_device("cuda")`` would have gloo read memory of a GPU."""
+    expected = (True, [(1.0, 1.0), (0.5, 0.5)], ["x", "x"])
+    assert pool.run(2, default_device_job) == [expected] * 2

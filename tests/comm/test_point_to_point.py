@@ -267,3 +267,74 @@ def test_description_is_plain_and_can_be_undone(tree: Any) -> None:
 def test_what_cannot_pass_is_named(tree: Any, name: str) -> None:
     with pytest.raises(TypeError, match=f"produced a {name}; between stages pass tensors"):
         describe(tree, [])
+
+
+class Handed:
+    """Stands in for the channel between hosts: a queue in one process."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, tree: Any) -> None:
+        self.messages.append(tree)
+
+    def receive(self) -> Any:
+        return self.messages.pop(0)
+
+
+def test_what_nccl_cannot_send_passes_between_devices() -> None:
+    """Every tensor of the device goes as bytes, those in host memory between the hosts.
+
+    The meta device stands in for a GPU.
+    """
+    gpu, sent, asked = torch.device("meta"), [], []
+    channel = DeviceChannel(1, Any, Handed(), gpu)  # type: ignore[arg-type]
+    kinds = (torch.int16, torch.uint16, torch.complex64, torch.bool, torch.uint8, torch.bfloat16)
+    tree = {
+        "device": [torch.empty(2, 3, dtype=kind, device=gpu) for kind in kinds],
+        "number": torch.empty((), dtype=torch.int16, device=gpu),
+        "lengths": torch.tensor([3, 5]),
+        "mask": (torch.ones(2, requires_grad=True), "text"),
+    }
+    post = {
+        "isend": lambda payload, *_: sent.append(payload) or Done(),
+        "irecv": lambda payload, *_: asked.append(payload) or Done(),
+    }
+    with patch.multiple(dist, **post):
+        channel.send(tree)
+        found = channel.receive()
+    assert all(payload.dtype == torch.uint8 and payload.is_meta for payload in sent + asked)
+    assert [len(payload) for payload in asked] == [len(payload) for payload in sent]
+    assert [leaf.dtype for leaf in found["device"]] == list(kinds)
+    assert found["device"][0].is_meta
+    assert found["number"].shape == ()
+    assert same(found["lengths"], tree["lengths"])
+    assert same(found["mask"], tree["mask"])
+
+
+class Done:
+    """Stands in for a transfer that is over."""
+
+    def wait(self) -> None: ...
+
+
+def device_over_gloo_job() -> Any:
+    """Where tensors arrive that the sender had on its device, and in host memory."""
+    dist.init_process_group("gloo")
+    rank, gpu = dist.get_rank(), torch.device("meta")
+    group = dist.new_group([0, 1])
+    # A sender whose tensors are on its device; one of another device has them in host memory.
+    senders = [InlineChannel(1 - rank, group, tag, device=d) for tag, d in ((1, None), (2, gpu))]
+    receivers = [InlineChannel(1 - rank, group, tag, device=gpu) for tag in (1, 2)]
+    with torch.device("meta"):  # as `torch.set_default_device` would have it
+        message = torch.ones(3, device="cpu", requires_grad=True)
+        return [
+            [(x.device.type, x.requires_grad) for x in step]
+            for pair in zip(senders, receivers, strict=True)
+            for step in transfer(pair[rank], [[message]])
+        ]
+
+
+def test_a_device_without_a_backend_of_its_own_gets_its_tensors(pool: WorkerPool) -> None:
+    """Under backend="gloo" messages between GPUs go through host memory."""
+    assert pool.run(2, device_over_gloo_job)[1] == [[("meta", True)], [("cpu", True)]]

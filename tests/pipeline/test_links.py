@@ -4,10 +4,12 @@ import random
 from collections.abc import Callable, Hashable, Iterator
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_megatron.comm.point_to_point import DeviceChannel
 from lightning_megatron.pipeline.links import Links, MessagePlan, receiver_of, stream_rounds
@@ -244,3 +246,74 @@ def groups_job() -> list[int]:
         counts.append(len(dist.distributed_c10d._world.pg_map))
     topology.close()
     return [*counts, len(dist.distributed_c10d._world.pg_map)]
+
+
+def opened(rank: int, stage_ranks: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
+    """Sender and receiver of the first messages of a rank's streams in order, and its streams."""
+    world = len(set(stage_ranks))
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    found: list[tuple[int, int]] = []
+    calls = {
+        "send": lambda byte, peer, group: found.append((rank, peer)),
+        "recv": lambda byte, peer, group: found.append((peer, rank)),
+    }
+    try:
+        topology = Topology(Degrees(pp=world), torch.device("cpu"))
+        with patch.multiple(dist, **calls):
+            links = Links(topology, stage_ranks, topology.new_group("pp"))
+        count = len(links._streams)
+        topology.close()
+    finally:
+        dist.destroy_process_group()
+    return found, count
+
+
+def blocked(programs: list[list[tuple[int, int]]]) -> list[int]:
+    """Ranks that wait for ever, if each message needs its sender and receiver at once."""
+    places = [0] * len(programs)
+
+    def due(rank: int) -> tuple[int, int] | None:
+        at = places[rank]
+        return programs[rank][at] if at < len(programs[rank]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for sender in range(len(programs)):
+            message = due(sender)
+            if message and message[0] == sender and due(message[1]) == message:
+                places[sender] += 1
+                places[message[1]] += 1
+                moved = True
+    return [rank for rank in range(len(programs)) if due(rank) is not None]
+
+
+@pytest.mark.parametrize(
+    "stage_ranks", [(0, 1), (0, 1, 2, 3), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)]
+)
+def test_streams_are_opened_before_a_schedule_begins(stage_ranks: tuple[int, ...]) -> None:
+    """NCCL connects two ranks in the first message of a stream, whose sender waits meanwhile."""
+    ranks = range(len(set(stage_ranks)))
+    found = [opened(rank, stage_ranks) for rank in ranks]
+    programs = [program for program, _ in found]
+    assert all(len(set(program)) == len(program) == count for program, count in found)
+    assert blocked(programs) == []
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected"),
+    [
+        ([[(0, 1), (1, 0)], [(1, 0), (0, 1)]], [0, 1]),  # each sends first
+        ([[(1, 0), (0, 1)], [(0, 1), (1, 0)]], [0, 1]),  # each receives first
+        ([[(0, 1), (2, 0)], [(1, 2), (0, 1)], [(2, 0), (1, 2)]], [0, 1, 2]),  # in a circle
+        ([[(0, 1)], [(1, 2), (0, 1)], [(1, 2)]], []),
+        ([[(0, 1)], [(1, 2), (0, 1)], []], [0, 1]),  # a stream that its receiver does not open
+        ([[], [(0, 1)]], [1]),  # nor its sender
+        ([[(0, 1)], [(0, 1), (1, 2)], [(1, 2)]], []),
+    ],
+)
+def test_the_model_of_first_messages_finds_who_waits_for_ever(
+    programs: list[list[tuple[int, int]]], expected: list[int]
+) -> None:
+    """A schedule of the user's may have first messages that cross."""
+    assert blocked(programs) == expected

@@ -11,8 +11,10 @@ something hangs, but not which rank. The rank that hangs is, the surest sign fir
    longest (`flight_recorder`).
 
 A rank that waits is never the cause, however long it waits: its peer may save for minutes, within
-the limit of the peer's section. Most but not all waits are seen, so case 3 is checked by the flight
-recorder and the stacks before it is reported.
+the limit of the peer's section. On a CPU it waits in a method of torch's, which is observed; on a
+GPU the host goes on, and the flight recorder shows that a collective was begun and does not
+complete. Most but not all waits are seen, so case 3 is checked by the flight recorder and the
+stacks before it is reported.
 
 Each node has a monitor of its own. If all ranks of a node wait, a rank of another node may be the
 cause, whose monitor knows why. So cases 4 and 5 are decided by the monitor that sees all nodes

@@ -1,10 +1,10 @@
-"""The latest collectives of every process group, from torch's flight recorder.
+"""The latest collectives of every process group, from torch's flight recorders.
 
-The recorder numbers the collectives of each group. All ranks of a group go through the same
+A recorder numbers the collectives of each group. All ranks of a group go through the same
 numbers, so a rank whose highest number is below that of a collective which others have begun is
 the one that they wait for, whatever it does instead.
 
-The recorder outlives the groups. When a process destroys them and makes others, for another run,
+The recorders outlive the groups. When a process destroys them and makes others, for another run,
 these have the names of the old ones and are numbered from the beginning; the old ones may have come
 further, and must not be taken for the new.
 
@@ -140,8 +140,28 @@ def counts(status: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, lis
 
 
 def _made(number: str) -> int:
-    """Position of a group in the order of creation, which the recorder's number is."""
-    return int(number) if number.isdecimal() else -1
+    """Position of a group in the order of creation, which each recorder's number is."""
+    place = number.rpartition(":")[2]
+    return int(place) if place.isdecimal() else -1
+
+
+def open_on_device(status: Mapping[str, Any], recorder: str) -> dict[str, tuple[int, int]]:
+    """Collectives begun and completed by the groups of a device that have not completed all.
+
+    Where two looks in a row find the same, the device waits for other ranks: the host enqueues
+    its collectives and goes on, until it needs a number, at some place that nobody can see.
+
+    Args:
+        status: ``pg_status`` of the recorders, by their own numbers of groups.
+        recorder: begin of the numbers of the device's groups.
+    """
+    found = {}
+    for number, state in status.items():
+        begun = int(state.get("last_enqueued_collective", -1))
+        completed = int(state.get("last_completed_collective", -1))
+        if number.startswith(recorder) and begun > max(completed, 0):
+            found[number] = begun, completed
+    return found
 
 
 def group_names(trace: Mapping[str, Any]) -> dict[str, str]:

@@ -6,8 +6,9 @@ node; a store into it takes a fraction of a microsecond, needs no system call, a
 process that maps the file. The page is written by
 
 * the training thread, on every change: section, step, progress, and whether it waits for others;
-* the watchdog thread of the rank, a few times a second: a heartbeat, the limits, and the
-  collectives of each process group. If these stand still while the process lives, the GIL is held;
+* the watchdog thread of the rank, a few times a second: a heartbeat, the limits, the collectives of
+  each process group, and whether the device waits in one. If these stand still while the process
+  lives, the GIL is held;
 * the node's monitor: orders to the rank.
 
 There are no locks. The record of the section has the number of entries at both ends, and is read
@@ -40,6 +41,7 @@ _LIMITS_AT = 96
 _ORDER = struct.Struct("<IB")  # number and kind
 _ORDER_AT = 256
 _HELD_AT = 272
+_DEVICE_WAITS_AT = 280
 _SAMPLE = struct.Struct("<I")  # length, then JSON
 _SAMPLE_AT = 512
 _INDEX = {name: index for index, name in enumerate(SECTIONS)}
@@ -77,11 +79,13 @@ class Beat:
     limits: Mapping[str, float]
     collectives: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Collectives begun and completed, by group."""
+    device_waits: bool = False
+    """Whether the device of the rank waits for others, by two looks at the flight recorder."""
 
     @property
     def waiting(self) -> bool:
         """Whether the rank waits for others, as far as waits are seen."""
-        return bool(self.waits % 2)
+        return bool(self.waits % 2) or self.device_waits
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -131,7 +135,9 @@ class Page:
         _LIMITS.pack_into(self._map, _LIMITS_AT, *(limits[name] for name in SECTIONS))
         _ALIVE.pack_into(self._map, _ALIVE_AT, time.monotonic(), _LEFT if left else _RUNNING)
 
-    def sample(self, collectives: Mapping[str, Sequence[int]]) -> None:
+    def sample(
+        self, collectives: Mapping[str, Sequence[int]], *, device_waits: bool = False
+    ) -> None:
         """Write the numbers of begun and completed collectives of each group.
 
         Groups that do not fit are left out, the oldest first: the recorder keeps all groups of a
@@ -143,6 +149,7 @@ class Page:
             groups = groups[(len(groups) + 1) // 2 :]
         self._map[start : start + len(data)] = data
         _SAMPLE.pack_into(self._map, _SAMPLE_AT, len(data))
+        self._map[_DEVICE_WAITS_AT] = device_waits
 
     @property
     def order(self) -> tuple[int, int]:
@@ -183,6 +190,7 @@ class Page:
             left=state == _LEFT,
             limits=limits,
             collectives=self._collectives(),
+            device_waits=bool(self._map[_DEVICE_WAITS_AT]),
         )
 
     def _collectives(self) -> dict[str, list[int]]:

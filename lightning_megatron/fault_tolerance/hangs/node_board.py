@@ -101,6 +101,7 @@ def pack(view: RankView) -> list[Any]:
         round(view.stall, 1),
         round(view.limit, 1),
         round(view.silence, 1),
+        int(beat.device_waits),
     ]
 
 
@@ -123,6 +124,7 @@ def unpack(row: Sequence[Any], host: str) -> RankView:
         alive=0.0,
         left=bool(left),
         limits={},
+        device_waits=bool(row[12]),
     )
     process = ProcessState() if gone else ProcessState(letter=str(row[8])[:1], started=1)
     member = Member(rank=rank, pid=pid, started=1, host=host, thread=0)

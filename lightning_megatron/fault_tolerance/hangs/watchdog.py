@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron._torch.collectives import watch_waits
-from lightning_megatron._torch.groups import flight_recorder, group_ranks
+from lightning_megatron._torch.groups import DEVICE_RECORDER, flight_recorder, group_ranks
 from lightning_megatron.fault_tolerance.hangs import flight_recorder as recorder
 from lightning_megatron.fault_tolerance.hangs.heartbeat import (
     EXIT,
@@ -93,6 +93,8 @@ class Watchdog:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang watchdog", daemon=True)
         self._names: dict[str, str] = {}
+        self._open: dict[str, tuple[int, int]] = {}
+        self._earlier: dict[str, tuple[int, int]] = {}
         self._done = self._page.order[0]
         self._unwatch: Callable[[], None] | None = None
 
@@ -100,6 +102,8 @@ class Watchdog:
         """Begin to update the page, which the monitor may read from now on."""
         self._page.entered(self._clock)
         self._page.live(self._limits.of(self._clock))
+        # Of groups of earlier runs, which will never complete them.
+        self._earlier = _open_on_device(flight_recorder(entries=False)["pg_status"])
         self._clock.mirror = self._page
         self._unwatch = watch_waits(self._clock.began_to_wait, self._clock.waited)
         self._thread.start()
@@ -141,12 +145,14 @@ class Watchdog:
         self._sample()
 
     def _sample(self) -> None:
-        status = flight_recorder(entries=False).get("pg_status", {})
+        status = flight_recorder(entries=False)["pg_status"]
         unknown = [n for n, state in status.items() if n not in self._names and _begun(state)]
         if unknown:
             self._names.update(recorder.group_names(flight_recorder(entries=True)))
             self._names.update({n: f"#{n}" for n in unknown if n not in self._names})
-        self._page.sample(recorder.counts(status, self._names))
+        before, self._open = self._open, _open_on_device(status)
+        standing = self._open.items() & before.items() - self._earlier.items()
+        self._page.sample(recorder.counts(status, self._names), device_waits=bool(standing))
 
     def _obey(self, number: int, kind: int) -> None:
         if kind == TELL:
@@ -192,6 +198,10 @@ def start_monitor(directory: Path, config: MonitorConfig) -> None:
         pass_fds=() if socket_of_board is None else (socket_of_board,),
         check=True,
     )
+
+
+def _open_on_device(status: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    return recorder.open_on_device(status, DEVICE_RECORDER)
 
 
 def _begun(state: Mapping[str, Any]) -> bool:

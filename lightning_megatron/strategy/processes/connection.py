@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron import env
 from lightning_megatron._lightning.launch import default_backend, destroy_group_at_exit
-from lightning_megatron._torch.groups import HashStore, PrefixStore, Store, default_store
+from lightning_megatron._torch.groups import (
+    HashStore,
+    PrefixStore,
+    Store,
+    default_store,
+    nccl_options,
+)
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.launch import interfaces
@@ -29,6 +35,7 @@ from lightning_megatron.launch.rendezvous_store import host_store, reach_store
 from lightning_megatron.strategy.processes.checks import (
     unclear_interface,
 )
+from lightning_megatron.topology.context_layout import ContextConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +58,41 @@ class ConnectionConfig:
     loopback; on several the one that the host's name stands for, or, if that is loopback as on
     Debian, the one that leads to MASTER_ADDR. "0.0.0.0": the store of rank 0 listens on all, as it
     has to where MASTER_ADDR is forwarded to it from an address of another machine."""
+    high_priority: bool = True
+    """Over NCCL, whether transfers go before computation that was asked for later: they then start
+    as soon as a multiprocessor is free, and are over when they are needed."""
+    max_channels: int | None = None
+    """Over NCCL, most channels of each communicator. Each takes a multiprocessor while it sends,
+    and some megabytes for as long as the communicator lives. None: NCCL's choice, up to 32."""
     start: Literal["auto", "script", "fork"] = "auto"
     """Way to start the processes of this machine unless torchrun, Slurm or MPI has done so:
     ``"script"`` starts the script again for each rank but the first; ``"fork"`` forks every rank
     from this process, as notebooks need it; ``"auto"`` takes ``"fork"`` in an interactive session
     with several devices. One device needs no further process unless ``"fork"`` asks for one."""
 
-    def problems(self, from_host: bool = False) -> list[str]:
-        """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
+    def problems(
+        self,
+        from_host: bool = False,
+        device: torch.device | None = None,
+        cp: ContextConfig | None = None,
+    ) -> list[str]:
+        """Faults of the options.
+
+        Args:
+            from_host: whether tensors in host memory will be sent too.
+            device: of this process; a CPU when None.
+            cp: context parallelism of the run.
+        """
         problems = []
+        on_gloo = device is not None and device.type != "cpu" and self.backend is not None
+        if on_gloo and cp is not None and cp.degree > 1 and cp.kind in ("auto", "ring"):
+            assert device is not None
+            if serves(str(self.backend), device) == "gloo":
+                problems.append(
+                    f"connection.backend={self.backend!r}, cp={cp.text()}: a ring passes messages "
+                    f"from one {device.type} device to the next, which gloo cannot; nearest valid: "
+                    "kind='gather' or kind='ulysses', or backend=None"
+                )
         known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
         # "cpu:gloo,cuda:nccl" names one for each kind of device.
         named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
@@ -82,6 +115,11 @@ class ConnectionConfig:
                     f"connection.{name}={getattr(self, name)}: must be positive; nearest valid: "
                     f"{name}={default}"
                 )
+        if self.max_channels is not None and self.max_channels < 1:
+            problems.append(
+                f"connection.max_channels={self.max_channels}: must be positive; nearest valid: "
+                "max_channels=1, or None for NCCL's choice"
+            )
         names = interfaces.interface_names()
         if self.bind not in (None, interfaces.EVERY, *names):
             problems.append(
@@ -89,6 +127,14 @@ class ConnectionConfig:
                 f"{', '.join(names)}; nearest valid: bind=None, or bind='0.0.0.0' for all of them"
             )
         return problems
+
+    def nccl_options(self) -> Any | None:
+        """What NCCL is told of the communicators; None in a torch without it."""
+        return nccl_options(
+            timedelta(seconds=self.timeout_s),
+            high_priority=self.high_priority,
+            max_channels=self.max_channels,
+        )
 
     def forks(self, processes: int, nodes: int, interactive: bool) -> bool:
         """Whether the processes are forked from this one.
@@ -213,7 +259,9 @@ def _form_group(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=config.timeout_s),
-            device_id=device if device.type != "cpu" else None,
+            pg_options=config.nccl_options() if "nccl" in backend else None,
+            # A bound communicator is split for further groups, which gloo cannot do.
+            device_id=device if splits(backend, device) else None,
         )
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
@@ -228,6 +276,21 @@ def _form_group(
     if rank == 0:  # the others have read it just now
         remember(default_store(), attempt)
     return attempt
+
+
+def serves(backend: str, device: torch.device) -> str:
+    """The backend for tensors of a device, of which "cpu:gloo,cuda:nccl" names one for each kind.
+
+    >>> serves("cpu:gloo,cuda:nccl", torch.device("cuda")), serves("gloo", torch.device("cuda"))
+    ('nccl', 'gloo')
+    """
+    named = dict(part.split(":") for part in backend.lower().split(",") if ":" in part)
+    return named.get(device.type, backend.lower())
+
+
+def splits(backend: str, device: torch.device) -> bool:
+    """Whether groups of a device are made by splitting the communicator of all ranks."""
+    return device.type != "cpu" and serves(backend, device) != "gloo"
 
 
 def _why_not_connected(rank: int, error: RuntimeError) -> str:

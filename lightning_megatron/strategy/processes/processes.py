@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -15,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 
 from lightning_megatron import env
 from lightning_megatron._lightning.launch import LauncherBase, is_interactive
+from lightning_megatron._torch.groups import make_group
 from lightning_megatron.comm.peers import Peers
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.fault_tolerance.signals import StopFlag
@@ -213,9 +213,8 @@ class Processes:
         if dist.get_world_size() == 1:
             return None
         timeout = timedelta(seconds=self._config.timeout_s)
-        group: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
-        assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
-        return group
+        everyone = range(dist.get_world_size())
+        return make_group([everyone], timeout, backend="gloo", name="host")
 
     def leave_groups_to(self, topology: Topology) -> None:
         """Have the group that was made here destroyed with those of a topology."""

@@ -15,6 +15,7 @@ from lightning_megatron import ConfigError, HangDetector
 from lightning_megatron.callbacks import hang_detector as hang_detector
 from lightning_megatron.fault_tolerance.hangs.watchdog import EXIT_CODE
 from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.fault_tolerance.hangs.device_recorder import HangingOnDevice, nccls
 from tests.fault_tolerance.hangs.hanging import (
     LONGEST_S,
     Counted,
@@ -104,6 +105,15 @@ def train_on_two_nodes(run_dir: str, rank: int) -> int:
     return int(trainer.global_step)
 
 
+def train_on_devices(run_dir: str, p2p: bool) -> int:
+    with nccls(p2p=p2p):
+        trainer = trainer_with(run_dir, 2)
+        trainer.fit(
+            HangingOnDevice({4: ("forward", "sleep")}, run_dir), loader(samples(8 * 6), dp=2)
+        )
+    return int(trainer.global_step)
+
+
 def reports(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in (run_dir / "hangs").glob("*.json")]
 
@@ -140,6 +150,18 @@ def test_a_skipped_collective_is_laid_to_the_rank_that_skipped_it(
     (report,) = reports(tmp_path)
     assert [c["rank"] for c in report["culprits"]] == [1]
     assert report["waiting_in"].startswith("all_reduce 5x3, number 5 of group")
+
+
+@pytest.mark.parametrize("p2p", [False, True])
+def test_a_rank_that_waits_on_its_device_is_not_blamed(
+    pool: WorkerPool, tmp_path: Path, p2p: bool
+) -> None:
+    """Nothing but NCCL's recorder tells that rank 0 waits, and in messages not for whom."""
+    assert pool.run(2, train_on_devices, str(tmp_path), p2p) == [6, 6]
+    (report,) = reports(tmp_path)
+    assert [c["rank"] for c in report["culprits"]] == [1]
+    assert report["waiting"] == [0]
+    assert ("number" in (report["waiting_in"] or "")) != p2p
 
 
 def test_a_rank_with_fewer_batches_is_named(pool: WorkerPool, tmp_path: Path) -> None:
