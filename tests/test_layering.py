@@ -127,8 +127,6 @@ PURE = (
 
 READS_ENVIRONMENT = {"env", "testing/worker"}  # worker: the variables of its runs
 USES_PRIVATE_TORCH = "_torch"
-ASKS_DEVICES = ("strategy/processes/connection", "topology/meter", "topology/rng")
-"""Files that ask for the type of a device by themselves."""
 USES_PRIVATE_LIGHTNING = "_lightning"
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 PRIVATE_TENSOR_ATTRIBUTES = {"_local_tensor", "_get_fsdp_state", "_fsdp_param_group", "_spec"}
@@ -392,7 +390,6 @@ def test_environment_is_read_in_one_file() -> None:
 def test_one_file_knows_types_of_devices() -> None:
     """Others ask `_torch.devices`, so that tests can take the host for a device."""
     files = [f for f in package_files().values() if f.package != USES_PRIVATE_TORCH]
-    files = [file for file in files if file.path not in ASKS_DEVICES]
     assert [fault for file in files for fault in questions_about_devices(file)] == []
 
 

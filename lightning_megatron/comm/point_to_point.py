@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.topology.meter import Meter
 
 _HEADER_BYTES = 64
@@ -333,7 +334,7 @@ class InlineChannel:
         ) -> Tensor:
             return take(dtype, shape, False).to(self._device).requires_grad_(requires_grad)
 
-        on_host = self._device.type == "cpu"
+        on_host = in_host_memory(self._device)
         return rebuild(self._structure, take if on_host else take_to_device, take)
 
 

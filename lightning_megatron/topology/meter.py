@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron.topology.nodes import Nodes
 
 
@@ -88,7 +89,7 @@ class Meter:
     )
 
     def __init__(self, nodes: Nodes | None = None, device: torch.device | None = None) -> None:
-        self._device = "cpu" if device is None else device.type
+        self._device = None if device is None or in_host_memory(device) else device.type
         self._nodes = nodes if nodes is not None and nodes.count > 1 else None
         self._shares: dict[str, tuple[float, float]] = {}
         self.calls = 0
@@ -154,7 +155,7 @@ class Meter:
 
     def started(self, work: dist.Work | None) -> None:
         """Time a transfer that has just been started, if ``timed``."""
-        if not self.timed or work is None or self._device != "cpu":
+        if not self.timed or work is None or self._device is not None:
             return
         try:
             future = work.get_future()
@@ -165,7 +166,7 @@ class Meter:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a transfer, and count the time."""
-        on_device = self.timed and self._device != "cpu"
+        on_device = self.timed and self._device is not None
         if on_device:
             before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
             before.record()

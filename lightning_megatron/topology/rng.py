@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron._torch.devices import device_module, is_cuda
+
 
 def derive_seed(seed: int, *names: object) -> int:
     """A 63-bit seed that depends on ``seed`` and on every one of ``names``.
@@ -124,23 +126,24 @@ class RandomStreams:
 
 def default_state(device: torch.device) -> Tensor:
     """Position of PyTorch's default generator of a device, in host memory."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
+    if is_cuda(device):
+        state: Tensor = device_module(device).get_rng_state(device)
+        return state
     return torch.get_rng_state()
 
 
 def set_default_state(device: torch.device, state: Tensor) -> None:
     """Set the position of PyTorch's default generator of a device."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
+    if is_cuda(device):
+        device_module(device).set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
 
 
 def _seed_default(device: torch.device, seed: int) -> None:
-    if device.type == "cuda":
+    if is_cuda(device):
         state = torch.tensor([seed, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
-        torch.cuda.set_rng_state(state, device)
+        device_module(device).set_rng_state(state, device)
     else:
         torch.default_generator.manual_seed(seed)
 
@@ -151,11 +154,11 @@ def _advance(device: torch.device) -> int:
     On a GPU nothing is drawn, as reading it would wait for the device: the state of its Philox
     generator is a seed and an offset, a multiple of four.
     """
-    if device.type != "cuda":
+    if not is_cuda(device):
         return _draw()
-    seed, offset = torch.cuda.get_rng_state(device).view(torch.int64).tolist()
+    seed, offset = device_module(device).get_rng_state(device).view(torch.int64).tolist()
     moved = torch.tensor([seed, offset + 4], dtype=torch.int64, device="cpu").view(torch.uint8)
-    torch.cuda.set_rng_state(moved, device)
+    device_module(device).set_rng_state(moved, device)
     return derive_seed(seed, offset)
 
 
@@ -227,7 +230,7 @@ class StepSeeds:
     def _seed(self, *names: object) -> None:
         seed = derive_seed(*self._numbers, *names)
         seed_generators(seed)
-        if self._device.type == "cuda":
+        if is_cuda(self._device):
             _seed_default(self._device, seed)
 
 

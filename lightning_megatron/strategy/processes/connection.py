@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron import env
 from lightning_megatron._lightning.launch import default_backend, destroy_group_at_exit
+from lightning_megatron._torch.devices import in_host_memory
 from lightning_megatron._torch.groups import (
     HashStore,
     PrefixStore,
@@ -84,7 +85,7 @@ class ConnectionConfig:
             cp: context parallelism of the run.
         """
         problems = []
-        on_gloo = device is not None and device.type != "cpu" and self.backend is not None
+        on_gloo = device is not None and not in_host_memory(device) and self.backend is not None
         if on_gloo and cp is not None and cp.degree > 1 and cp.kind in ("auto", "ring"):
             assert device is not None
             if serves(str(self.backend), device) == "gloo":
@@ -198,7 +199,7 @@ def connect(
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
     backend = default_backend(device)
-    if from_host and device.type != "cpu":
+    if from_host and not in_host_memory(device):
         backend = f"cpu:gloo,{device.type}:{backend}"
     if not dist.is_initialized():
         backend = config.backend or backend
@@ -290,7 +291,7 @@ def serves(backend: str, device: torch.device) -> str:
 
 def splits(backend: str, device: torch.device) -> bool:
     """Whether groups of a device are made by splitting the communicator of all ranks."""
-    return device.type != "cpu" and serves(backend, device) != "gloo"
+    return not in_host_memory(device) and serves(backend, device) != "gloo"
 
 
 def _why_not_connected(rank: int, error: RuntimeError) -> str:
