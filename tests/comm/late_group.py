@@ -19,7 +19,7 @@ as an error within another's code may be swallowed.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -151,6 +151,7 @@ class LateGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[attr-defined]
         self._rounds: Counter[tuple[int, bool, bool]] = Counter()
+        self._arriving: dict[int, deque[Callable[[], None]]] = defaultdict(deque)
         self._name = ""
 
     # What torch asks of a group -------------------------------------------------------------------
@@ -350,10 +351,9 @@ class LateGroup(dist.ProcessGroup):
         label = self._message(f"receive from {source}", tensor)
         expected = self._header(tensor, source, sends=False)
         header, found = torch.empty_like(expected), torch.empty_like(tensor).reshape(-1)
-        announced = self._gloo.recv([header], source, 0)
 
-        def finish() -> None:
-            announced.wait()
+        def arrive() -> None:
+            self._gloo.recv([header], source, 0).wait()
             if not torch.equal(header, expected):
                 raise _broken(
                     f"{label}: {_said(expected)} was expected and {_said(header)} sent: NCCL "
@@ -362,6 +362,12 @@ class LateGroup(dist.ProcessGroup):
             if found.numel():  # gloo ends a process that gets more than it has room for
                 self._gloo.recv([found.view(torch.uint8)], source, 0).wait()
 
+        def finish() -> None:
+            while arrive in before:  # what nobody waits for arrives, too
+                before.popleft()()
+
+        before = self._arriving[source]
+        before.append(arrive)
         return LateWork(label, finish, [], [(tensor, found.view(tensor.shape))])
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts that are right over gloo are right where work is late and NCCL's rules hold.
+"""Layouts train on branches of devices, where work is late and NCCL's rules hold, as over gloo.
 
 And each rule finds a planted fault of its kind.
 """
@@ -18,6 +18,7 @@ from lightning_megatron.testing import WorkerPool
 from lightning_megatron.testing.failures import WorkerError
 from lightning_megatron.topology.meter import Meter
 from lightning_megatron.zero import fsdp_comm
+from tests._torch.device_branches import device_branches
 from tests.comm.late_group import late_groups
 from tests.parity.expert_layouts import ExpertLayout
 from tests.parity.jobs import train_job
@@ -29,7 +30,7 @@ LATE = ConnectionConfig(backend="late")
 
 
 def late_job(job: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    with late_groups():
+    with late_groups(), device_branches():
         return job({**options, "connection": LATE}, *args, **kwargs)
 
 
