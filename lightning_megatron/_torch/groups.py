@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 
 _TIMEOUT = "_timeout"
 """Attribute of the options of a backend; a class of Lightning has one of the same name."""
+_ALONE = "alone"
+"""Description of the groups of one rank."""
 
 
 def default_store() -> Any:
@@ -83,15 +85,20 @@ def make_group(
 
 
 def make_lone_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a group of this rank alone, as meshes want one of an axis of size 1 (2.11-2.13).
+    """Return a group of this rank alone, as meshes want one of an axis of size 1 (2.11-2.13).
 
-    Every process calls this at the same point. It has no communicator until somebody uses it.
+    Made once a default group: torch names it by how many groups there are, and while those of an
+    earlier run are there this may be a number for the second time. It has no communicator until
+    somebody uses it.
     """
+    for known in known_groups():
+        if known.group_desc == _ALONE:
+            return known
     world: Any = dist.group.WORLD
     timeout = timeout_of(world) if timeout is None else timeout
     with _unbound(world):
         group: Any = dist.new_group(
-            [dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="alone"
+            [dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc=_ALONE
         )
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -238,8 +238,8 @@ class Topology:
 
     @cached_property
     def _alone(self) -> dist.ProcessGroup:
-        """The group of this rank, along all axes of size 1; made at the same point by all ranks."""
-        return self.keep(make_lone_group(self._timeout))
+        """The group of this rank, along all axes of size 1; it ends with the default group."""
+        return make_lone_group(self._timeout)
 
     def _ranks(self, axis: str) -> tuple[int, ...]:
         return next(g for g in groups_along(axis, self.degrees) if self.rank in g)

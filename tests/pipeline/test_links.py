@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_megatron.comm.point_to_point import DeviceChannel
 from lightning_megatron.pipeline.links import Links, MessagePlan, receiver_of, stream_rounds
@@ -26,6 +25,7 @@ from lightning_megatron.schedules.schedule import (
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from tests.comm.fake_world import fake_world
 
 GroupOf = Callable[[int, int], Hashable]
 """From sender and receiver, the group that carries their messages."""
@@ -251,20 +251,17 @@ def groups_job() -> list[int]:
 def opened(rank: int, stage_ranks: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
     """Sender and receiver of the first messages of a rank's streams in order, and its streams."""
     world = len(set(stage_ranks))
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     found: list[tuple[int, int]] = []
     calls = {
         "send": lambda byte, peer, group: found.append((rank, peer)),
         "recv": lambda byte, peer, group: found.append((peer, rank)),
     }
-    try:
+    with fake_world(rank, world):
         topology = Topology(Degrees(pp=world), torch.device("cpu"))
         with patch.multiple(dist, **calls):
             links = Links(topology, stage_ranks, topology.new_group("pp"))
         count = len(links._streams)
         topology.close()
-    finally:
-        dist.destroy_process_group()
     return found, count
 
 

@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.comm.fake_world import fake_world
 
 NCCL_DEFAULT = timedelta(minutes=10)
 GLOO_DEFAULT = timedelta(minutes=30)
@@ -69,13 +70,9 @@ class Census:
 
 def take(rank: int, world_size: int, job: Callable[[], Any]) -> Census:
     """Run set-up code as one rank of a world; returns the groups that it made."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     census = Census(rank)
-    try:
-        with _noting(census):
-            job()
-    finally:
-        dist.destroy_process_group()
+    with fake_world(rank, world_size), _noting(census):
+        job()
     return census
 
 

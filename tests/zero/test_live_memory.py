@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_megatron.zero import grad_buckets, row_gather
 from lightning_megatron.zero.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.zero.owned_rows import OwnedRows
 from lightning_megatron.zero.row_gather import RowGather
+from tests.comm.fake_world import fake_world
 from tests.zero.live_bytes import LiveBytes
 
 WIDTH, LAYERS, RANKS = 64, 12, 4
@@ -31,10 +31,8 @@ SMALL = 40 * WIDTH * 4
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with fake_world(1, RANKS) as world:
+        yield world
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
