@@ -218,6 +218,17 @@ def _compiled() -> Callable[..., Tensor]:
     return compiled
 
 
+@lru_cache
+def _compiled_block_mask() -> Callable[..., BlockMask]:
+    compiled: Callable[..., BlockMask] = torch.compile(create_block_mask)
+    return compiled
+
+
+def _block_mask(device: torch.device) -> Callable[..., BlockMask]:
+    """Function that finds the blocks; compiled it holds blocks alone, else all ``s t`` scores."""
+    return _compiled_block_mask() if is_cuda(device) else create_block_mask
+
+
 def _blocks(call: AttentionCall) -> BlockMask | None:
     """Blocks of scores that are computed; None: all."""
     s, t, device = call.q_bsnd.shape[1], call.k_btnd.shape[1], call.q_bsnd.device
@@ -242,7 +253,7 @@ def _blocks(call: AttentionCall) -> BlockMask | None:
     b, n = call.q_bsnd.shape[0], call.q_bsnd.shape[2]
 
     def make() -> BlockMask:
-        return create_block_mask(seen, b, n if masked else None, s, t, device=device)
+        return _block_mask(device)(seen, b, n if masked else None, s, t, device=device)
 
     if call.documents is None or call.mask is not None or call.key_lengths is not None:
         return make()
@@ -254,7 +265,8 @@ def _blocks_by_rule(
     s: int, t: int, causal: bool, window: int | None, device: torch.device
 ) -> BlockMask:
     """Blocks of a rule by position, made once for every length."""
-    return create_block_mask(_by_rule(s, t, causal, window), None, None, s, t, device=device)
+    rule = _by_rule(s, t, causal, window)
+    return _block_mask(device)(rule, None, None, s, t, device=device)
 
 
 def _by_rule(s: int, t: int, causal: bool, window: int | None) -> Seen:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_megatron._torch.devices import is_cuda
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
@@ -90,7 +91,13 @@ def make_optimizer(
         return Adafactor(groups, lr=lr)
     if suffix:
         return AdamW(groups, lr=lr, betas=betas, **kept)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=_has_fused_step(module))
+
+
+def _has_fused_step(module: nn.Module) -> bool:
+    """Whether one launch steps all parameters; torch's default makes temporaries of their size."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return all(is_cuda(p.device) and p.is_floating_point() for p in parameters)
 
 
 def make_lr_schedule(

@@ -172,6 +172,32 @@ def test_flex_is_the_reference_forward(case):
     )
 
 
+@pytest.mark.parametrize("case", ["causal", "documents"])
+def test_blocks_of_a_device_are_found_by_a_compiled_function(case, monkeypatch):
+    """Eagerly, `create_block_mask` holds all scores of a batch at a time."""
+    compiled = []
+
+    def compiles(function):
+        compiled.append(function)
+        return compile_(function, backend="eager")
+
+    compile_ = torch.compile
+    ids = documents_of([[3, 5], [9]], 9)
+    options = {"causal": True, **({"documents": ids} if case == "documents" else {})}
+    expected = backends._blocks(_call(**options)).to_dense()
+    for cached in (backends._blocks_by_rule, backends._compiled_block_mask):
+        cached.cache_clear()
+    monkeypatch.setattr(torch, "compile", compiles)
+    monkeypatch.setattr(backends, "is_cuda", lambda device: True)
+    options = {
+        key: value.clone() if key == "documents" else value for key, value in options.items()
+    }
+    assert torch.equal(backends._blocks(_call(**options)).to_dense(), expected)
+    assert compiled == [backends.create_block_mask]
+    for cached in (backends._blocks_by_rule, backends._compiled_block_mask):
+        cached.cache_clear()
+
+
 def test_a_layer_gives_the_same_with_another_backend():
     torch.manual_seed(0)
     layer = CausalSelfAttention(16, 4, 2, rotary=Rotary(4), window=3, qk_norm_eps=1e-6).double()

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -107,6 +109,22 @@ def _check_whole_logits(topology):
     zeros = torch.zeros_like(logits).chunk(topology.tp.size, -1)[0]
     assert unsure(zeros, targets).item() == pytest.approx(torch.tensor(VOCAB).log().item())
     close("after zeros", unsure(logits, targets), expected)
+
+
+def _nearly_whole():
+    topology = make_topology(2)
+    logits, targets = _data()
+    layer = VocabParallelCrossEntropy()
+    layer.distribute(topology)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = layer(logits * (1 + 1e-3 * topology.tp.rank), targets)
+    assert abs(found - _reference(logits, targets, {})) < 0.05
+    return ["not deterministic" in str(warning.message) for warning in caught]
+
+
+def test_logits_of_a_kernel_that_is_not_deterministic_are_not_taken_for_parts(pool):
+    assert any(pool.run(2, _nearly_whole)[0])
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -7,6 +7,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.optim import build
+from lightning_megatron.optim.build import make_optimizer
 from lightning_megatron.optim.layerwise_lr import layerwise_groups
 from lightning_megatron.optim.lr_schedules import (
     WarmupCosine,
@@ -28,6 +30,25 @@ def test_matrices_decay_and_vectors_do_not():
 def test_both_groups_exist_even_when_empty():
     assert [len(g["params"]) for g in decay_groups(nn.LayerNorm(3), 0.1)] == [0, 2]
     torch.optim.AdamW(decay_groups(nn.LayerNorm(3), 0.1))
+
+
+def test_adamw_takes_one_launch_where_all_parameters_are_on_a_device(monkeypatch):
+    def trained():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = make_optimizer("adamw", model, lr=0.1, weight_decay=0.1, betas=(0.9, 0.99))
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.defaults["fused"], model.weight.detach()
+
+    fused, expected = trained()
+    assert not fused
+    monkeypatch.setattr(build, "is_cuda", lambda device: True)
+    fused, found = trained()
+    assert fused
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_resumed_schedule_is_where_it_was_and_ends_where_it_is_told_to():

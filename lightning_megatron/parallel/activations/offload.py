@@ -113,6 +113,9 @@ class Offloader:
         before = passage.take_previous()
         if stored.device is None:
             self._fetch(passage)
+        elif passage.sent is not None and stored.fetched is None and not self.instant:
+            # Its copy may be under way: memory that is freed now is not given away before its end.
+            stored.device.record_stream(self._lanes()[1])
         if before is not None:
             self._fetch(before)
         return packed.view(stored.arrived())

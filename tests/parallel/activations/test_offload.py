@@ -1,10 +1,7 @@
 """Activations that wait in host memory: the same numbers, fewer bytes on the device."""
 
 import copy
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from torch import Tensor, nn
 
 from benchmarks.recomputation import LiveBytes
 from lightning_megatron import ActivationConfig, PipelineSequential
-from lightning_megatron._torch.graphs import TorchDispatchMode
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.block_transforms import transform_blocks
@@ -145,74 +141,6 @@ def test_the_order_of_a_device_with_streams() -> None:
         assert torch.equal(ours, theirs)
     assert at_once < later < 3 * at_once
     assert offloader.held == 0
-
-
-class LazyStream(TorchDispatchMode):
-    """A stream that copies as late as it may: when the computation waits for an event behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ahead: list[Callable[[], object]] = []
-        self.done = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.copy_.default:
-            return func(*args, **(kwargs or {}))
-        target, source = args[0], weakref.ref(args[1])
-        target.fill_(255)  # what has not arrived, or was freed too early, is read as NaN
-
-        def copy_now() -> None:
-            found = source()
-            if found is not None:
-                target.copy_(found)
-
-        self.ahead.append(copy_now)
-        return target
-
-    def wait_stream(self, other: "LazyStream | Eager") -> None:
-        assert isinstance(other, Eager), "which runs at once"
-
-    def wait_event(self, event: Callable[[], None]) -> None:
-        self.ahead.append(event)
-
-    def record_event(self) -> Callable[[], None]:
-        place = len(self.ahead)
-
-        def reach() -> None:
-            while self.done < place:
-                self.done += 1
-                self.ahead[self.done - 1]()
-
-        return reach
-
-
-class Eager:
-    """The stream of the computation, and the module of its device."""
-
-    Stream = LazyStream
-
-    def current_stream(self) -> "Eager":
-        return self
-
-    def stream(self, stream: LazyStream) -> LazyStream:
-        return stream  # entering it takes its copies
-
-    def wait_event(self, event: Callable[[], None]) -> None:
-        event()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_copies_may_be_as_late_as_events_let_them(
-    monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    expected, _ = step(network())
-    net, offloader = offloaded(MODES[mode])
-    offloader.instant = False
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Eager())
-    found, _ = step(net, offloader)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    assert sum(stream.done for stream in offloader._streams or ()) > 2 * BLOCKS
 
 
 def test_a_copy_runs_its_own_weights() -> None:
