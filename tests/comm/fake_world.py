@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
-    """Context in which torch's fake backend answers at once, in place of an earlier test's group."""
+    """Context in which torch's fake backend answers at once; an earlier test's group ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
