@@ -210,10 +210,11 @@ def test_a_worker_that_keeps_the_threads_of_its_jobs_is_replaced() -> None:
     """Each group has one that wakes a hundred times a second, in every later job."""
     with WorkerPool(2) as pool:
         first = pool.run(2, keep_groups)
-        # The pool may ask before the worker has looked.
-        later = [{pid for _, pid in pool.run(2, all_reduce, 1.0)} for _ in range(20)]
-    assert later[-1].isdisjoint(first)
-    assert later[-1] == later[-2]
+        for _ in range(20):  # the pool may ask before the worker has looked
+            later = {pid for _, pid in pool.run(2, all_reduce, 1.0)}
+            if later.isdisjoint(first):
+                break
+    assert later.isdisjoint(first)
 
 
 def reduced() -> list[float]:
