@@ -167,8 +167,7 @@ class LateGroup(dist.ProcessGroup):
     @property
     def pg_name(self) -> str:
         """Name under which torch knows the group."""
-        if not self._name:
-            self._name = str(dist.distributed_c10d._world.pg_names[self])
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # type: ignore[call-overload]
         return self._name
 
     @property

@@ -20,6 +20,7 @@ from lightning_megatron.topology.meter import Meter
 from lightning_megatron.zero import fsdp_comm
 from tests._torch.device_branches import device_branches
 from tests.comm.late_group import late_groups
+from tests.parity import expert_layouts, layouts
 from tests.parity.expert_layouts import ExpertLayout
 from tests.parity.jobs import train_job
 from tests.parity.layouts import Layout
@@ -34,27 +35,36 @@ def late_job(job: Callable[..., Any], options: dict[str, Any], *args: Any, **kwa
         return job({**options, "connection": LATE}, *args, **kwargs)
 
 
+LAYOUTS = (
+    Layout(dp=2, zero=0),
+    Layout(tp=2, zero=0, sequence_parallel=True),
+    Layout(tp=2, dp=2, zero=1),
+    Layout(dp=2, zero=2, num_microbatches=2),
+    Layout(dp=2, zero=3, architecture="gpt"),
+    Layout(pp=2, num_microbatches=4, architecture="gpt"),
+    Layout(pp=2, tp=2, schedule="zb-h1", num_microbatches=2),
+    Layout(cp=2, dp=2, zero=2),
+    ExpertLayout(dp=2, ep=2, zero=1, num_microbatches=2),
+)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp=2, zero=0),
-        Layout(tp=2, zero=0, sequence_parallel=True),
-        Layout(tp=2, dp=2, zero=1),
-        Layout(dp=2, zero=2, num_microbatches=2),
-        Layout(dp=2, zero=3, architecture="gpt"),
-        Layout(pp=2, num_microbatches=4, architecture="gpt"),
-        Layout(pp=2, tp=2, schedule="zb-h1", num_microbatches=2),
-        Layout(cp=2, dp=2, zero=2),
-        ExpertLayout(dp=2, ep=2, zero=1, num_microbatches=2),
+        *LAYOUTS,
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in (*layouts.LAYOUTS, *expert_layouts.EXPERT_LAYOUTS)
+            if one.world_size <= 4
+        ),
     ],
     ids=str,
 )
 def test_trains_as_a_plain_loop_does(pool: WorkerPool, layout: Layout) -> None:
-    data = Data(steps=2) if layout.cp == 1 else Data(steps=2, ignored=True, lengths=(8, 7))
+    data = Data(steps=2) if layout.cp == 1 else Data(steps=2, lengths=(8, 7))
     outcomes = pool.run(
         layout.world_size,
         *(late_job, train_job, layout.strategy_options(), layout.architecture, data),
-        by_token=layout.cp > 1,
     )
     check(outcomes, reference_curve(layout.architecture, data))
 

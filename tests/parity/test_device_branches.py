@@ -35,7 +35,7 @@ LAYOUTS = (
 
 
 def data_of(layout: Layout) -> Data:
-    return Data(steps=2) if layout.cp == 1 else Data(steps=2, ignored=True, lengths=(8, 7))
+    return Data(steps=2) if layout.cp == 1 else Data(steps=2, lengths=(8, 7))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,6 @@ def test_trains_as_a_plain_loop_does(pool: WorkerPool, layout: Layout) -> None:
     outcomes = pool.run(
         layout.world_size,
         *(on_a_device, train_job, options, architecture, data),
-        by_token=layout.cp > 1,
     )
     check(outcomes, reference_curve(architecture, data))
 
