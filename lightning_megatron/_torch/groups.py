@@ -243,7 +243,7 @@ def flight_recorder(*, entries: bool) -> dict[str, Any]:
 
 
 def _dump(name: str, *, entries: bool) -> dict[str, Any]:
-    """What one of the flight recorders has; empty in a torch without it, or without records."""
+    """Records of one of the flight recorders; empty in a torch without it, or without any."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
     if dump is None:
         return {}

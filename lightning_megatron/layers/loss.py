@@ -10,13 +10,12 @@ Legend: n positions, v this rank's part of the vocabulary.
 from typing import Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.whole.context_loss import (
@@ -32,11 +31,11 @@ from lightning_megatron.whole.vocab_loss import (
     vocab_parallel_cross_entropy,
 )
 
-_SAMPLE = 256
-"""Logits by which ranks see whether they have the same ones."""
-_NOISE = 0.02
-"""Largest difference of whole logits between ranks, as a share of their range: some steps of
-bfloat16. Parts of a vocabulary differ by all of it."""
+_SAMPLE, _FEWEST = 256, 16
+"""Logits that ranks compare one by one, and how few say nothing."""
+_ROUNDING = 0.02
+"""Largest difference that is taken for rounding, as a share of an ordinary logit: some steps of
+bfloat16."""
 
 
 class VocabParallelCrossEntropy(ParallelLayer):
@@ -55,7 +54,7 @@ class VocabParallelCrossEntropy(ParallelLayer):
         reduction: ``mean`` over the positions that count, their ``sum``, or ``none``.
         vocab_size: size of the whole vocabulary, to tell plain tensors that are whole from parts.
             When None, they count as parts under tp unless the first call finds them equal on all
-            ranks, but for rounding.
+            ranks. Nearly equal ones are refused.
 
     Raises:
         ConfigError: an option lies outside its range.
@@ -156,24 +155,32 @@ class VocabParallelCrossEntropy(ParallelLayer):
         if self._whole is None and not logits_nv.numel():
             return False  # a rank without positions, as all of its tp peers are
         if self._whole is None:
-            x = logits_nv.detach()
-            fingerprint = x.new_zeros(1, _SAMPLE + 2, dtype=torch.float64)
-            sample = x.flatten()[:_SAMPLE]
-            fingerprint[0, : len(sample)] = sample
-            fingerprint[0, -2], fingerprint[0, -1] = x.amin(), x.amax()
-            of_all = start_gather(fingerprint, axis, 0).wait()
-            apart = (of_all - of_all[0]).abs().amax()
-            spread, differ = torch.stack(((of_all[:, -1] - of_all[:, -2]).amax(), apart)).tolist()
-            if spread == 0.0:
+            x = logits_nv.detach().to(torch.float64)
+            sample = x.new_zeros(_SAMPLE)
+            sample[: x.numel()] = x.flatten()[:_SAMPLE]
+            sums = torch.stack((x.sum(), x.square().sum(), x.amin(), x.amax()))
+            of_all = start_gather(torch.cat((sums, sample)).unsqueeze(0), axis, 0).wait()
+            if bool((of_all[:, 2] == of_all[:, 3]).all()):
                 return False
-            self._whole = differ <= _NOISE * spread
-            if self._whole and differ:
-                rank_zero_warn(
-                    f"logits of tp ranks differ by {differ:.1e}, and are taken for whole ones from "
-                    "a kernel that is not deterministic; VocabParallelCrossEntropy(vocab_size=...) "
-                    "says for certain whether they are whole"
+            self._whole = bool((of_all == of_all[0]).all())
+            if not self._whole and _differ_by_rounding(of_all[:, 4:][:, : x.numel()]):
+                size = logits_nv.shape[-1]
+                raise ConfigError(
+                    "VocabParallelCrossEntropy: the logits of tp ranks are nearly the same, as "
+                    "whole ones from a kernel that is not deterministic, and without vocab_size "
+                    "only equal ones count as whole; nearest valid: "
+                    f"vocab_size={size} if they are whole, vocab_size={size * axis.size} if not"
                 )
         return self._whole
+
+
+def _differ_by_rounding(samples: Tensor) -> bool:
+    """Whether the same logits of all ranks ``[ranks, logits]`` are nearly equal."""
+    if samples.shape[1] < _FEWEST:
+        return False
+    apart = (samples - samples[0]).abs().nan_to_num(nan=0.0)  # of -inf on all ranks
+    ordinary = samples[0].abs().median()
+    return bool((ordinary > 0) & (apart.max() <= _ROUNDING * ordinary))
 
 
 def loss_problems(label_smoothing: float, z_loss: float, reduction: str) -> list[str]:

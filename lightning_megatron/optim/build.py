@@ -97,7 +97,8 @@ def make_optimizer(
 def _has_fused_step(module: nn.Module) -> bool:
     """Whether one launch steps all parameters; torch's default makes temporaries of their size."""
     parameters = [p for p in module.parameters() if p.requires_grad]
-    return all(is_cuda(p.device) and p.is_floating_point() for p in parameters)
+    on_device = all(is_cuda(p.device) and p.is_floating_point() for p in parameters)
+    return on_device and bool(parameters)
 
 
 def make_lr_schedule(

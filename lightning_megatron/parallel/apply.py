@@ -10,6 +10,8 @@ The order of the transforms is fixed here and nowhere else:
    inside of what ZeRO hooks on them;
 6. unit by unit: initialise what is on the meta device, move it to the device, and give it to data
    parallelism, so that beside what a rank is to keep there is never more than one unit as it was.
+
+The file is long as the order of the steps is to be read in one place.
 """
 
 import warnings

@@ -1,5 +1,3 @@
-import warnings
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -116,15 +114,45 @@ def _nearly_whole():
     logits, targets = _data()
     layer = VocabParallelCrossEntropy()
     layer.distribute(topology)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = layer(logits * (1 + 1e-3 * topology.tp.rank), targets)
-    assert abs(found - _reference(logits, targets, {})) < 0.05
-    return ["not deterministic" in str(warning.message) for warning in caught]
+    with pytest.raises(ConfigError, match=r"not deterministic.*nearest valid: vocab_size=16"):
+        layer(logits * (1 + 1e-3 * topology.tp.rank), targets)
 
 
-def test_logits_of_a_kernel_that_is_not_deterministic_are_not_taken_for_parts(pool):
-    assert any(pool.run(2, _nearly_whole)[0])
+def test_logits_of_a_kernel_that_is_not_deterministic_are_refused(pool):
+    pool.run(2, _nearly_whole)
+
+
+def _masked(fill):
+    """Each half of the vocabulary has a token that is never to be drawn."""
+    topology = make_topology(2)
+    logits, targets = _data()
+    logits[..., 3] = logits[..., 11] = fill
+    targets = targets.masked_fill((targets == 3) | (targets == 11), 0)
+    expected = _reference(logits, targets, {})
+    for mine in (logits, logits.chunk(2, -1)[topology.tp.rank]):
+        layer = VocabParallelCrossEntropy()
+        layer.distribute(topology)
+        close("masked", layer(mine, targets), expected)
+
+
+def _zeros_first():
+    """The first logits of all parts are zeros, as before anything was learned of their tokens."""
+    topology = make_topology(2)
+    logits, targets = torch.zeros(40, VOCAB, dtype=torch.float64), torch.zeros(40).long()
+    logits[-1, 12] = 1.0
+    layer = VocabParallelCrossEntropy()
+    layer.distribute(topology)
+    expected = _reference(logits, targets, {})
+    close("zeros first", layer(logits.chunk(2, -1)[topology.tp.rank], targets), expected)
+
+
+def test_parts_may_begin_alike(pool):
+    pool.run(2, _zeros_first)
+
+
+@pytest.mark.parametrize("fill", [-1e9, float("-inf")])
+def test_tokens_may_be_masked_in_every_part(pool, fill):
+    pool.run(2, _masked, fill)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

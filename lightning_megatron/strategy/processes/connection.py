@@ -130,7 +130,7 @@ class ConnectionConfig:
         return problems
 
     def nccl_options(self) -> Any | None:
-        """What NCCL is told of the communicators; None in a torch without it."""
+        """Options of NCCL's communicators; None in a torch without it."""
         return nccl_options(
             timedelta(seconds=self.timeout_s),
             high_priority=self.high_priority,
